@@ -262,18 +262,28 @@ def test_one_dies_and_no_epoch_settles_its_sums(crew, rule, field):
     first = some.begin(4)
     for member in (*first, some.join(node=2)):
         member.trains(5, rounds=20)
-    some.registry.kill()
-    some.registry.done()
-    first[1].process.kill()
+    for process in (some.registry, first[1].process):
+        process.kill()
+        process.done()
     left = [first[0], *first[2:], some.members[-1]]
     for member in left:
         member.trains(5, rounds=30)
     kept = some.end()
     states = [kept[member.name]["state"] for member in left]
-    t = min(max(each) for each in states)
-    sums = torch.stack([each[t][field] for each in states])
-    assert sums.abs().max() > 1e-3
-    assert sums.sum(0).abs().max() < 1e-9 * sums.abs().max() * t
+    sums = torch.stack([each[min(map(max, states))][field] for each in states])
+    assert sums.sum(0).abs().max() < 1e-6 * sums.abs().max()
+
+
+def test_a_newcomer_dies_while_sums_are_settled(crew):
+    some = crew(rule="d2")
+    first = some.begin(3)
+    assert some.join(dies_at="settling").process.done().returncode == -signal.SIGKILL
+    for member in first:
+        wait_until(lambda member=member: member.at()[0] == 3, member.process)
+        member.trains(3, rounds=20)
+    kept = some.end()
+    assert {len(kept[member.name]["ids"]) for member in first} == {1}
+    assert_kept(kept, first, "d2")
 
 
 CUTS = {

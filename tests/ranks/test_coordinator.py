@@ -170,7 +170,7 @@ class World:
             node.train()
 
     def pass_time(self, node):
-        self.now += 0.7
+        self.now += 0.6
         for other in list(self.nodes):
             if not other.stopped and not other.wire.closed:
                 other.wire.heard = self.now  # by beats

@@ -10,6 +10,7 @@ from klatsch import topology as tp
 from klatsch.ranks.mailbox import Heard, Mailbox
 from klatsch.ranks.membership import lag
 from klatsch.ranks.message import Part, as_it_is
+from klatsch.ranks.node import Ledger
 from klatsch.wire.rehearsal import Rehearsal
 
 
@@ -68,3 +69,10 @@ def test_copies_at_both_ends_of_links_are_compared(name):
     held = boxes[1]._held_of(0, int(graph.neighbors(1, 2)[0]), graph.audience(2))[0]
     held[7] += 1
     assert sum(box.checks() for box in boxes).count_nonzero() == 1
+
+
+def test_what_is_owed_is_loaded_to_where_the_state_is():
+    """A newcomer gets it on the CPU, also where it trains on a GPU."""
+    ledger = Ledger([], torch.zeros(3, device="meta"))
+    ledger.load({"ledger": {"1 y": torch.ones(3)}, "last": {"1": 7}})
+    assert (ledger.entries[1, "y"].device.type, ledger.last) == ("meta", {1: 7})

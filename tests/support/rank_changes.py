@@ -52,7 +52,8 @@ def main():
         case "version":
             gossip.VERSION = "0.1.0"
     rule = RULES[options["rule"]](rate(x.numel()))
-    for moment, place in {"start": (Assembly, "copy_first"), "handover": (post, "_give")}.items():
+    moments = {"start": (Assembly, "copy_first"), "handover": (post, "_give"), "settling": (Assembly, "mean_and_debts")}
+    for moment, place in moments.items():
         if options.get("dies_at") == moment:
             setattr(*place, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
     if options.get("asks_in_vain"):  # for a state, the first time

@@ -367,7 +367,7 @@ class Post:
         handovers, t = [Handover(node.rule, node.rehearsal) for node in nodes], self.epoch.start - 1
         if self.is_new:
             states = [one.begun(state) for one, state in zip(handovers, states, strict=True)]
-        ledgers: list[Memory] = [{} for _ in nodes]
+        ledgers = [Memory() for _ in nodes]
         if self.weight is None and not any(one.means for one in handovers):
             return states, ledgers, share
         try:
@@ -377,14 +377,17 @@ class Post:
                     for one, state in zip(handovers, states, strict=True)
                 ]
                 settled: float | None = share if self.weight is None else everyone.share(self.weight)
-            for k, (node, one, state, told) in enumerate(zip(nodes, handovers, states, found, strict=True)):
-                states[k] = one.settled(state, {name: mean.to(state[name]) for name, (mean, _) in told.items()})
-                owed = {(peer, name): v for name in told if name in node.owes for peer, v in told[name][1].items()}
-                ledgers[k] = {"ledger": {f"{peer} {name}": v.to(state[name]) for (peer, name), v in owed.items()}}
         except (RuntimeError, ValueError) as error:  # a member died
             warn(f"epoch {self.epoch.number}: sums over the crew begin anew ({reason(error)})")
             abandon(links, t, reason(error))  # those who have not noticed need not wait
-            states, settled = [one.zeroed(state) for one, state in zip(handovers, states, strict=True)], None
+            states = [one.zeroed(state) for one, state in zip(handovers, states, strict=True)]
+            settled, found = None, []
+        for k, told in enumerate(found):
+            means = {name: mean.to(states[k][name]) for name, (mean, _) in told.items()}
+            owed = {(peer, name): v for name in told if name in nodes[k].owes for peer, v in told[name][1].items()}
+            states[k] = handovers[k].settled(states[k], means)
+            ledgers[k]["ledger"] = {f"{peer} {name}": v for (peer, name), v in owed.items()}
+            ledgers[k]["last"] = {str(peer): t for peer, _ in owed}
         agreed = self._host.all(settled is not None)
         return states, ledgers, settled if agreed and settled is not None else share
 

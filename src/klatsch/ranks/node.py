@@ -113,7 +113,7 @@ class Ledger:
         entries: dict[str, Tensor] = memory.get("ledger", {})  # type: ignore[assignment]
         last: dict[str, int] = memory.get("last", {})  # type: ignore[assignment]
         keys = {key: key.split() for key in entries}
-        self.entries = {(int(node), field): entries[key].clone() for key, (node, field) in keys.items()}
+        self.entries = {(int(n), field): entries[key].to(self._like, copy=True) for key, (n, field) in keys.items()}
         self.last = {int(node): int(t) for node, t in last.items()}
 
 
