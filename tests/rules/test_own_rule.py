@@ -230,6 +230,7 @@ def test_a_number_per_coordinate_may_be_a_field_of_the_state():
 
 
 def test_random_steps_are_drawn_anew_in_every_round_and_not_traced():
+    torch.manual_seed(0)  # of two draws in a row one in forty would be alike
     problem, graph = klatsch.problems.LeastSquares(4, dim=3), klatsch.topology.ring(4)
     with expected_warning("Random.update returns other numbers"):
         result = klatsch.simulate(problem, Random(3), graph, 20)
