@@ -180,8 +180,13 @@ class WeightMatrix(NamedTuple):
     def end(self) -> int:
         return self.start + self.outputs * self.inputs
 
-    def wide(self, vector: Tensor) -> Tensor:
-        """A view of its numbers in vectors, (..., d), as a matrix that is at least as wide as high."""
+    def of(self, vector: Tensor) -> Tensor:
+        """A view of its numbers in vectors, (..., d), as a matrix (..., outputs, inputs)."""
         rows, columns = (self.inputs, self.outputs) if self.turned else (self.outputs, self.inputs)
         matrix = vector[..., self.start : self.end].view(*vector.shape[:-1], rows, columns)
-        return matrix.mT if rows > columns else matrix
+        return matrix.mT if self.turned else matrix
+
+    def wide(self, vector: Tensor) -> Tensor:
+        """The same as a matrix that is at least as wide as high."""
+        matrix = self.of(vector)
+        return matrix.mT if self.outputs > self.inputs else matrix

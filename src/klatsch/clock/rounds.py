@@ -64,7 +64,7 @@ class Talk(NamedTuple):
     messages: Sequence[Sending]  # of a round
     links: Sequence[tuple[Nodes, Nodes]]  # senders and receivers, for each round with gossip of a period
     shuffle: int | None = None  # the seed by which nodes change places before every round
-    encoded: float | None = None  # bytes of a vector, if not those of `wire`
+    encoded: float | None = None  # bytes of a vector, if not those of `wire`, or of a gradient as a hook sends it
 
 
 class Hearing(NamedTuple):
@@ -183,7 +183,8 @@ class Clock:
         """The same of nodes that meet in rounds, by what they send."""
         if talk.all_reduce:
             vectors = 1 if talk.every == 1 else sum(sent.vectors for sent in talk.messages)
-            done = self.all_reduce(talk.nodes, params, steps, talk.every, vectors)
+            turns = 1 if talk.encoded is None else len(talk.messages) - 1  # the last message is the iterate
+            done = self.all_reduce(talk.nodes, params, steps, talk.every, vectors, talk.encoded, turns)
         else:
             done = self._at(talk.nodes, steps, (one.done for one in self._gossip(talk, params)))
         stretch = 1.0 if self.deaths is None else self.deaths.stretch(talk.nodes, talk.all_reduce)
@@ -246,16 +247,28 @@ class Clock:
                     on_the_way.append((t + talk.late, arrivals.max(0)))
             yield Late(ready, arrivals, done)
 
-    def all_reduce(self, nodes: int, params: int, steps: Sequence[int], every: int = 1, vectors: int = 1) -> Array:
+    def all_reduce(
+        self,
+        nodes: int,
+        params: int,
+        steps: Sequence[int],
+        every: int = 1,
+        vectors: int = 1,
+        encoded: float | None = None,
+        turns: int = 1,
+    ) -> Array:
         """When each node has done so many rounds with an all-reduce of some vectors in every H-th, (len(steps), M).
 
         They go along a ring in pieces, in the order of the nodes, or by halving and doubling, whichever is faster. In
-        every round it is an all-reduce of gradients, in buckets, which travel as soon as they are finished.
+        every round it is an all-reduce of gradients, in buckets, which travel as soon as they are finished. A hook
+        sends `encoded` bytes of them instead, in equal parts of which each waits for the one before.
         """
 
         def rounds() -> Iterator[Array]:
             size, done = vectors * float(encoded_bytes("float32", params)), np.zeros(nodes)
-            extra = self._all_reduce(nodes, size, hides=every == 1) + size * self.handling * (nodes > 1)
+            part = (size if encoded is None else encoded) / turns
+            extra = self._all_reduce(nodes, part, hides=every == 1) + size * self.handling * (nodes > 1)
+            extra += (turns - 1) * self._all_reduce(nodes, part, hides=False)
             for t, gradient in enumerate(self.gradients(nodes, params), 1):
                 done = done + gradient
                 if t % every == 0:
@@ -417,7 +430,8 @@ def talk_of(rule: Rule, topology: Topology, params: int = FEW) -> Talk:
     """What nodes say to each other."""
     channel = topology.every, topology.late, topology.wire, topology.all_reduce
     links = mapped(topology.speaking, _links)
-    return Talk(topology.name, topology.size, *channel, messages_of(rule, params), links, topology.shuffle)
+    hooked = float(rule.hook.bytes(params)) if rule.hook else None
+    return Talk(topology.name, topology.size, *channel, messages_of(rule, params), links, topology.shuffle, hooked)
 
 
 def _links(P: Matrix) -> tuple[Nodes, Nodes]:

@@ -262,7 +262,8 @@ class Look:
         if id(row) in self.black:
             return f"{rule}, {row.topology}"
         options = options_of(row) | {"options": rule}
-        return ", ".join(filter(None, (in_words(name, options.get(name)) for name in self.names)))
+        said = (in_words(name, options[name]) for name in self.names if options.get(name) is not None)
+        return ", ".join(filter(None, said))
 
     def style(self, row: Row) -> Options:
         """How matplotlib draws its line."""

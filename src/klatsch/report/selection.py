@@ -28,7 +28,7 @@ BOUNDS: dict[str, Callable[..., bool]] = {
     "to": lambda value, bound: value <= bound,
     "starts": lambda value, bound: str(value).startswith(bound),
 }
-NAMES = ("rule", "options", "topology", "graph", "wire", "clock")  # options whose values say what they are
+NAMES = ("rule", "options", "topology", "graph", "wire", "hook", "clock")  # options whose values say what they are
 
 Selection = Options
 Selections = Annotated[

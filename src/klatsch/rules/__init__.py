@@ -24,20 +24,20 @@ from klatsch.own import explained, is_own
 from klatsch.rules import anytime as averaging
 from klatsch.rules.anytime import Anytime, Averaged
 from klatsch.rules.base import PER_COLUMN, SCHEDULES, Decay, Flow, Rule, State, check_schedule, checked
-from klatsch.rules.directions import Adam, Direction, Momentum, Muon, adam, momentum, muon, sgd
+from klatsch.rules.directions import Adam, Direction, Hooked, Momentum, Muon, adam, hooked, momentum, muon, sgd
 from klatsch.rules.names import ALIASES
 from klatsch.rules.outer import Outer, outer
 from klatsch.rules.patterns import KGT, Corrected, DecentLaM, Pattern, Plain, Push, QuasiGlobal, Tracked
 
 __all__ = ["KGT", "PER_COLUMN", "RULES", "SCHEDULES", "WHY_NOT", "Adam", "Anytime", "Averaged", "Corrected", "Decay"]
-__all__ += ["DecentLaM", "Direction", "Flow", "Momentum", "Muon", "Outer", "Pattern", "Plain", "Push"]
-__all__ += ["QuasiGlobal", "Rule", "State", "Tracked", "adam", "averaging", "check_schedule", "kind", "make"]
-__all__ += ["momentum", "muon", "options", "outer", "sgd"]
+__all__ += ["DecentLaM", "Direction", "Flow", "Hooked", "Momentum", "Muon", "Outer", "Pattern", "Plain", "Push"]
+__all__ += ["QuasiGlobal", "Rule", "State", "Tracked", "adam", "averaging", "check_schedule", "hooked", "kind"]
+__all__ += ["make", "momentum", "muon", "options", "outer", "sgd"]
 
 PATTERNS: dict[str, type[Rule]] = {
     part.short: part for part in (Plain, Corrected, Tracked, Push, DecentLaM, QuasiGlobal, KGT)
 }
-DIRECTIONS: dict[str, type[Direction]] = {part.short: part for part in (Momentum, Adam, Muon)}
+DIRECTIONS: dict[str, type[Direction]] = {part.short: part for part in (Momentum, Adam, Muon, Hooked)}
 SET_BY_OTHERS = ("direction", "outer", "base", "every", "together")  # fields that parts and graphs set
 WHY_NOT = {  # an option that only other rules have: the reason
     "average": "it returns x, which is an average already; choose its weights with averaging",

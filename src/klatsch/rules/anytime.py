@@ -166,7 +166,7 @@ class Around(Rule):
     lr, met, parts, push, pushed = of("base.lr"), of("base.met"), of("base.parts"), of("base.push"), of("base.pushed")
     graph, decays, ignores_scale = of("base.graph"), of("base.decays"), of("base.ignores_scale")
     scales, settings, needs_shapes = of("base.scales"), of("base.settings"), of("base.needs_shapes")
-    iterate, query = of("base.iterate"), of("base.query")
+    iterate, query, hook = of("base.iterate"), of("base.query"), of("base.hook")
 
     def __post_init__(self) -> None:
         columns.settle(self, base=checked(self.base))

@@ -123,6 +123,7 @@ class Rule:
     decays: bool = False  # whether its steps need the point where the gradient was taken, as `seen` shows it
     ignores_scale: bool = False  # whether a factor on all gradients of a node changes nothing
     needs_shapes: bool = False  # whether it needs whole vectors, and `shaped` to know the matrices in them
+    hook: Any = None  # the direction that says what an all-reduce sends of gradients, if not all of them
     # By field, a number that the graph gives and it grows with: a training may go on over another graph.
     scales: Mapping[str, float] = MappingProxyType({})
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
@@ -24,6 +25,7 @@ class Direction:
     decays: bool = False  # whether it needs the query point, as s["query"]
     ignores_scale: bool = False  # whether a factor on all gradients of a node changes nothing
     needs_shapes: bool = False  # whether it needs whole vectors, and `matrices`
+    all_reduces: ClassVar[bool] = False  # whether it is a hook of an all-reduce of gradients: see `Hooked`
     matrices: tuple[WeightMatrix, ...] = ()  # among the parameters, which engines set
 
     def init(self, x: Tensor) -> State:
@@ -86,6 +88,107 @@ class Momentum(Direction):
 
 
 sgd = momentum = Momentum  # as in rules.Plain(0.1, rules.momentum(0.9)), or rules.sgd()
+
+
+@dataclass(frozen=True, eq=False)
+class Hooked(Momentum):
+    """SGD with an all-reduce of compressed gradients, as DDP with a communication hook; on the complete graph.
+
+        fp16            m <- momentum m + mean(g);   s = m        rounded to float16 before and after the mean
+        powersgd(r)     g <- g + e;   P = orthonormal(mean(g Q));   Q <- mean(g^T P);   e <- g - P Q^T
+                        m <- momentum m + P Q^T;   s = m
+
+    PowerSGD approximates a gradient by a matrix of rank r: for each weight matrix it sends two thin factors, one after
+    the other, where that halves the numbers at least. All others travel whole, with P. What the approximation leaves
+    out, e, is added to a node's next gradient, and Q is where the next one begins.
+
+    Args:
+        momentum: a number from 0 up to but not including 1.
+        hook: "fp16", or "powersgd(1)" with any rank.
+
+    References:
+        Vogels, Karimireddy and Jaggi, "PowerSGD: practical low-rank gradient compression for distributed
+        optimization", 2019, Algorithms 1 and 2.
+    """
+
+    shared: bool | str = field(default=False, init=False)
+    hook: str = "fp16"
+    short: ClassVar[str] = "hooked"
+    gossips, all_reduces = "hook", True
+    graph = "complete"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.hook != "fp16" and not self.rank:
+            raise ValueError(f"hook = {self.hook!r}; give fp16, or powersgd(1), with a rank from 1 up")
+
+    @property
+    def rank(self) -> int:
+        """Of PowerSGD's approximation; 0 without it."""
+        rank = re.fullmatch(r"powersgd\((\d{1,6})\)", str(self.hook))
+        return int(rank[1]) if rank else 0
+
+    @property
+    def needs_shapes(self) -> bool:  # type: ignore[override]
+        return bool(self.rank)
+
+    @property
+    def grows(self) -> float:
+        """The power of the number of parameters with which its bytes grow: factors by the width of a model."""
+        return 0.5 if self.rank else 1.0
+
+    def bytes(self, numbers: int) -> int:
+        """What travels of a gradient of so many numbers."""
+        saved = sum(m.outputs * m.inputs - self.rank * (m.outputs + m.inputs) for m in self._thin)
+        return 4 * (numbers - saved) if self.rank else 2 * numbers
+
+    def init(self, x: Tensor) -> State:
+        """Beside the momentum, what PowerSGD has left out, and its first Q: the same on all nodes."""
+        if not self.rank:
+            return super().init(x)
+        q = torch.randn(x.shape[-1], generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        return super().init(x) | {"e": x * 0.0, "q": x * 0.0 + q.to(x)}
+
+    def __call__(self, s: State, grad: Tensor, flow: Flow, t: int) -> tuple[Tensor, State]:
+        """The momentum of the mean gradient."""
+        if self.rank:
+            mean, kept = self._low(s, grad + s["e"], flow)
+        else:
+            (mean,), kept = flow.mix(grad.half().to(grad.dtype)), {}
+            mean = mean.half().to(grad.dtype)
+        step, more = super().__call__(s, mean, flow, t)
+        return step, kept | more
+
+    def _low(self, s: State, g: Tensor, flow: Flow) -> tuple[Tensor, State]:
+        """The mean of g over all nodes by factors, which lie where their matrix begins in a vector."""
+        thin, left, right = self._thin, g.clone(), torch.zeros_like(g)
+        for matrix in thin:
+            left[..., matrix.start : matrix.end] = 0.0
+            self._factor(left, matrix, matrix.outputs).copy_(matrix.of(g) @ self._factor(s["q"], matrix, matrix.inputs))
+        (mean,) = flow.mix(left)
+        P = [orthonormal(self._factor(mean, matrix, matrix.outputs)) for matrix in thin]
+        for matrix, p in zip(thin, P, strict=True):
+            self._factor(right, matrix, matrix.inputs).copy_(matrix.of(g).mT @ p)
+        (q,) = flow.mix(right)
+        mean, e = mean.clone(), torch.zeros_like(g)
+        for matrix, p in zip(thin, P, strict=True):
+            low = matrix.of(mean).copy_(p @ self._factor(q, matrix, matrix.inputs).mT)
+            matrix.of(e).copy_(matrix.of(g) - low)
+        return mean, {"e": e, "q": q}
+
+    @property
+    def _thin(self) -> list[WeightMatrix]:
+        """The matrices of which factors are sent."""
+        r = self.rank
+        return [m for m in self.matrices if r and 2 * r * (m.outputs + m.inputs) < m.outputs * m.inputs]
+
+    def _factor(self, vector: Tensor, matrix: WeightMatrix, rows: int) -> Tensor:
+        """A view of a factor with so many rows."""
+        numbers = vector[..., matrix.start : matrix.start + rows * self.rank]
+        return numbers.view(*vector.shape[:-1], rows, self.rank)
+
+
+hooked = Hooked
 
 
 @dataclass(frozen=True, eq=False)
@@ -269,6 +372,16 @@ def orthogonal(matrices: Tensor) -> Tensor:
         A = X @ X.mT
         X = torch.baddbmm(X, torch.baddbmm(A, A, A, beta=b, alpha=c), X, beta=a)
     return X.to(matrices.dtype).view_as(matrices)
+
+
+def orthonormal(factors: Tensor) -> Tensor:
+    """Factors (..., rows, rank) with orthonormal columns, by Gram and Schmidt: few columns, on any device."""
+    columns: list[Tensor] = []
+    for column in factors.unbind(-1):
+        for other in columns:
+            column = column - (column * other).sum(-1, keepdim=True) * other
+        columns.append(column / column.norm(dim=-1, keepdim=True).clamp(min=1e-30))
+    return torch.stack(columns, -1)
 
 
 def is_zero(number: Number) -> bool:

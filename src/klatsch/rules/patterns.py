@@ -37,12 +37,18 @@ class Pattern(Rule):
     def graph(self) -> str:  # type: ignore[override]
         return (self.outer or self.direction).graph
 
+    @property
+    def hook(self) -> Direction | None:  # type: ignore[override]
+        return self.direction if self.direction.all_reduces else None
+
     def __post_init__(self) -> None:
         columns.settle(self, lr=learning_rate(self.lr))
         if not isinstance(self.direction, Direction):
             raise ValueError(f"direction = {self.direction!r}; give one, such as rules.momentum(0.9)")
         if not isinstance(self.outer, Outer | None):
             raise ValueError(f"outer = {self.outer!r}; give one, such as rules.outer(0.7, 0.9), or none")
+        if self.hook and (self.short != "plain" or self.outer):
+            raise ValueError(f"{self.name}: a hook is for an all-reduce of gradients alone; use plain+hooked")
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -85,6 +91,11 @@ class Pattern(Rule):
 
     def check_graph(self, graph: Graph, name: str = "") -> None:
         needs_doubly_stochastic(graph, name or self.name)
+        if self.hook and not (graph.all_reduce and graph.every == 1):
+            raise ValueError(
+                f"{name or self.name} on {graph.name}: a hook compresses an all-reduce of gradients in every round; "
+                "use complete, or another rule with wire = 'int8' on graphs with neighbours"
+            )
         if self.outer:
             needs_flows_in_time(graph, name or self.name, self.outer.outer_momentum)
             needs_little_momentum(graph, name or self.name, self.outer.outer_momentum)

@@ -12,10 +12,11 @@ import numpy as np
 import torch
 from pydantic import ConfigDict, Field, TypeAdapter
 
-from klatsch import own, problems
+from klatsch import own, problems, rules
 from klatsch.clock import Clock
 from klatsch.clock.network import Nodes
 from klatsch.clock.rounds import Sending, Talk, scheduled, talk_of
+from klatsch.columns import WeightMatrix
 from klatsch.files import json_of
 from klatsch.rules import Flow, Rule
 from klatsch.simulation.record import record_points
@@ -41,7 +42,9 @@ class Exchange:
         shuffle: the seed by which nodes change places before every round, if they do.
         when: round and seconds of each recorded point, where nodes do not meet in rounds: the run's own clock.
         unknown: why something is not known.
-        encoded: bytes of a vector in a custom encoding, whose file is not executed to find them.
+        encoded: bytes of a vector in a custom encoding, whose file is not executed to find them, or of a gradient as a
+            hook of an all-reduce sends it.
+        grows: the power of the number of parameters with which the bytes of a hook grow.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -55,11 +58,13 @@ class Exchange:
     when: tuple[tuple[Count, Seconds], ...] = ()
     unknown: str = ""
     encoded: Seconds | None = None
+    grows: Seconds = 1.0
 
     @property
     def text(self) -> str:
         """All but the links, which many runs share, as JSON."""
-        return json.dumps({name: value for name, value in vars(self).items() if name != "links"})
+        facts = {name: value for name, value in vars(self).items() if name != "links"}
+        return json.dumps({name: value for name, value in facts.items() if (name, value) != ("grows", 1.0)})
 
     @classmethod
     def read(cls, text: str, links: str) -> Exchange:
@@ -84,16 +89,16 @@ def exchange_of(case: Case, numbers: int | None = None) -> Exchange:
     options = {name: value for name, value in case.rule_options.items() if name not in ("lr", "schedule")}
     problem: Options = {"problem": "least-squares", "problem_options": {}, "data": ""}
     alike = replace(case, rule_options={**options, "lr": 1.0}, seed=0, **problem)
-    return _exchange(alike, dim_of(case) if numbers is None else numbers)
+    return _exchange(alike, dim_of(case) if numbers is None else numbers, _matrices_of(case))
 
 
 @lru_cache(maxsize=4096)
-def _exchange(case: Case, numbers: int) -> Exchange:
+def _exchange(case: Case, numbers: int, matrices: tuple[WeightMatrix, ...]) -> Exchange:
     """Found once for all learning rates, seeds and settings of the problem."""
     every, links, unknown = case.channel.every, "", ""
     when: tuple[tuple[int, float], ...] = ()
     try:
-        rule, graph = case.make_rule(), case.make_graph()
+        rule, graph = case.make_rule().shaped(matrices), case.make_graph()
         talk = talk_of(rule, graph)
         if case.meets:
             meetings = scheduled(rule, graph, numbers, case.meets)
@@ -112,10 +117,11 @@ def _exchange(case: Case, numbers: int) -> Exchange:
         copies = 2.0 * (case.nodes > 1)  # to the neighbour that it asks, and to the one that asks it, on average
     equal = all_reduce and every == 1 and stay_equal(rule)
     vectors = 1 if equal else sum(message.vectors for message in talk.messages)
-    encoded = float(encoded_bytes(case.channel.wire, numbers))
+    hook = rule.hook if equal else None
+    encoded = float(hook.bytes(numbers) if hook else encoded_bytes(case.channel.wire, numbers))
     sent, custom = encoded * vectors * copies * (case.steps // every), own.is_own(case.channel.wire)
     facts = numbers, sent, tuple(talk.messages), all_reduce, links, graph.shuffle, when, unknown
-    return Exchange(*facts, encoded if custom else None)
+    return Exchange(*facts, encoded if custom or hook else None, hook.grows if hook else 1.0)
 
 
 def sent_by(case: Case, step: int, total: float) -> float:
@@ -153,8 +159,10 @@ def _elapsed(
     """Computed once for all learning rates and seeds."""
     links = () if exchange.all_reduce else _pairs(exchange.links, nodes)
     talk = Talk(name, nodes, *channel[:3], exchange.all_reduce, exchange.messages, links, exchange.shuffle)
-    talk = talk._replace(encoded=exchange.encoded)
-    return tuple(clock.seconds_of(talk, clock.params or exchange.numbers, steps))
+    params = clock.params or exchange.numbers
+    if exchange.encoded is not None:  # a hook's grow with the model; a custom encoding is timed at its own size alone
+        talk = talk._replace(encoded=exchange.encoded * (params / exchange.numbers) ** exchange.grows)
+    return tuple(clock.seconds_of(talk, params, steps))
 
 
 def _pairs(text: str, nodes: int) -> list[tuple[Nodes, Nodes]]:
@@ -174,6 +182,15 @@ def _pairs(text: str, nodes: int) -> list[tuple[Nodes, Nodes]]:
     return rounds
 
 
+def _matrices_of(case: Case) -> tuple[WeightMatrix, ...]:
+    """Of the parameters of a run, where what its rule sends depends on them."""
+    direction = None if own.is_own(case.rule) else getattr(rules.kind(case.rule), "direction", None)
+    if direction is None or not direction.all_reduces:
+        return ()
+    problem = problems.make(case.problem, case.nodes, **case.problem_options)
+    return tuple(problem.matrices or ())
+
+
 def dim_of(case: Case) -> int:
     """How many numbers a vector of a run has."""
     return _dim(case.problem, tuple(case.problem_options.items()), case.nodes, case.source("problem"))
@@ -189,6 +206,7 @@ def _dim(problem: str, options: tuple[tuple[str, Any], ...], nodes: int, source:
 def stay_equal(rule: Rule) -> bool:
     """Whether an average over all nodes in every round leaves them with one model, where they take their gradients."""
     nodes, rounds = 2, 3
+    rule = rule.shaped(())  # matrices do not fit one number
     state = rule.init(torch.zeros(nodes, 1, dtype=torch.float64))
     flow = Flow(lambda *tensors: tuple(v.mean(0) - v for v in tensors))
     for t in range(1, rounds + 1):
