@@ -106,6 +106,14 @@ class Graph(Protocol):
     def momentum_limit(self) -> float | None: ...
 
 
+class Hook(Protocol):
+    """What a clock asks of the hook of an all-reduce."""
+
+    @property
+    def grows(self) -> float: ...
+    def bytes(self, numbers: int) -> int: ...
+
+
 class Rule:
     """An update rule: a frozen dataclass of hyper-parameters, one of them `lr`.
 
@@ -123,7 +131,7 @@ class Rule:
     decays: bool = False  # whether its steps need the point where the gradient was taken, as `seen` shows it
     ignores_scale: bool = False  # whether a factor on all gradients of a node changes nothing
     needs_shapes: bool = False  # whether it needs whole vectors, and `shaped` to know the matrices in them
-    hook: Any = None  # the direction that says what an all-reduce sends of gradients, if not all of them
+    hook: Hook | None = None  # what an all-reduce sends of gradients, if not all of them
     # By field, a number that the graph gives and it grows with: a training may go on over another graph.
     scales: Mapping[str, float] = MappingProxyType({})
 

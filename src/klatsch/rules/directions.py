@@ -25,7 +25,6 @@ class Direction:
     decays: bool = False  # whether it needs the query point, as s["query"]
     ignores_scale: bool = False  # whether a factor on all gradients of a node changes nothing
     needs_shapes: bool = False  # whether it needs whole vectors, and `matrices`
-    all_reduces: ClassVar[bool] = False  # whether it is a hook of an all-reduce of gradients: see `Hooked`
     matrices: tuple[WeightMatrix, ...] = ()  # among the parameters, which engines set
 
     def init(self, x: Tensor) -> State:
@@ -114,7 +113,7 @@ class Hooked(Momentum):
     shared: bool | str = field(default=False, init=False)
     hook: str = "fp16"
     short: ClassVar[str] = "hooked"
-    gossips, all_reduces = "hook", True
+    gossips = "hook"
     graph = "complete"
 
     def __post_init__(self) -> None:

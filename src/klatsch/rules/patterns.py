@@ -11,7 +11,7 @@ from torch import Tensor
 from klatsch import columns
 from klatsch.columns import Given, Number, WeightMatrix
 from klatsch.rules.base import Flow, Graph, Rule, State, Tensors, blend, descend, joined, learning_rate, of, share
-from klatsch.rules.directions import Direction, is_zero, sgd
+from klatsch.rules.directions import Direction, Hooked, is_zero, sgd
 from klatsch.rules.outer import Outer
 
 MOST_DELAYED = 0.5  # of a momentum that carries flows on, where neighbours know numbers late: 0.8 diverged
@@ -38,8 +38,8 @@ class Pattern(Rule):
         return (self.outer or self.direction).graph
 
     @property
-    def hook(self) -> Direction | None:  # type: ignore[override]
-        return self.direction if self.direction.all_reduces else None
+    def hook(self) -> Hooked | None:  # type: ignore[override]
+        return self.direction if isinstance(self.direction, Hooked) else None
 
     def __post_init__(self) -> None:
         columns.settle(self, lr=learning_rate(self.lr))

@@ -185,7 +185,7 @@ def _pairs(text: str, nodes: int) -> list[tuple[Nodes, Nodes]]:
 def _matrices_of(case: Case) -> tuple[WeightMatrix, ...]:
     """Of the parameters of a run, where what its rule sends depends on them."""
     direction = None if own.is_own(case.rule) else getattr(rules.kind(case.rule), "direction", None)
-    if direction is None or not direction.all_reduces:
+    if direction is not rules.Hooked:
         return ()
     problem = problems.make(case.problem, case.nodes, **case.problem_options)
     return tuple(problem.matrices or ())
