@@ -42,4 +42,3 @@ def hooked(folder, hook):
         sum((p * part.view_as(p)).sum() for p, part in zip(parameters, parts, strict=True)).backward()
         made.append(torch.cat([parameter.grad.flatten() for parameter in parameters]))
     torch.save((torch.stack(made[plain:]), drawn[: len(LAYERS)]), folder / f"{hook}-{rank}")
-    dist.destroy_process_group()

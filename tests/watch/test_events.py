@@ -223,6 +223,8 @@ def test_a_study_tells_of_every_run(tmp_path, run_cli):
         "0.01,0.02",
         "--seeds",
         "1",
+        "--set",
+        "noise=2",
     )
     code, _, err = run_cli(*words, "--log", tmp_path / "log")
     assert code == 0, err
@@ -231,6 +233,9 @@ def test_a_study_tells_of_every_run(tmp_path, run_cli):
     assert [(run["event"], run["state"], run["nodes"], run["of"]) for run in runs] == [("run", "done", 4, 4)] * 4
     assert [run["done"] for run in runs] == [1, 2, 3, 4]
     assert all(run["metrics"]["distance"] > 0 and run["label"] and run["key"] for run in runs)
+    assert {(run["topology"], run["lr"], run["setting"]) for run in runs} == {
+        ("ring", lr, "noise 2") for lr in (0.01, 0.02)
+    }
     code, out, _ = run_cli("log", tmp_path / "log")
     assert ": 4 of 4 runs" in out
 

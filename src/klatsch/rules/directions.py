@@ -97,9 +97,10 @@ class Hooked(Momentum):
         powersgd(r)     g <- g + e;   P = orthonormal(mean(g Q));   Q <- mean(g^T P);   e <- g - P Q^T
                         m <- momentum m + P Q^T;   s = m
 
-    PowerSGD approximates a gradient by a matrix of rank r: for each weight matrix it sends two thin factors, one after
-    the other, where that halves the numbers at least. All others travel whole, with P. What the approximation leaves
-    out, e, is added to a node's next gradient, and Q is where the next one begins.
+    PowerSGD approximates a gradient by a matrix of rank r: for each weight matrix that a problem names (not the last
+    layer) it sends two thin factors, one after the other, where that halves the numbers at least. All others travel
+    whole, with P. What the approximation leaves out, e, is added to a node's next gradient, and Q is where the next one
+    begins. Both are torch's hooks but for the order of roundings, and PowerSGD begins in the first round.
 
     Args:
         momentum: a number from 0 up to but not including 1.

@@ -239,10 +239,12 @@ def _logged(log: Given, study: Study, store: Store, told: Told | None) -> Iterat
             story.emit("study", name=study.name, path=path, rows=progress.runs)
         for case, outcome in progress.newest:
             done += 1
-            facts = {"study": study.name, "key": case.key, "label": case.label, "seed": case.seed, "nodes": case.nodes}
-            facts |= {"state": "failed" if outcome.diverged else "done", "seconds": outcome.seconds}
+            words = {"study": study.name, "key": case.key, "label": case.label, "setting": case.setting}
+            words |= {"topology": case.graph_label, "state": "failed" if outcome.diverged else "done"}
+            numbers = {"nodes": case.nodes, "lr": case.rule_options["lr"], "seed": case.seed}
+            numbers |= {"seconds": outcome.seconds, "done": done, "of": max(progress.runs, done)}
             metrics = {name: float(values[-1]) for name, values in outcome.metrics.items()}
-            story.emit("run", None, **facts, done=done, of=max(progress.runs, done), metrics=metrics)
+            story.emit("run", None, **words, **numbers, metrics=metrics)
         progress.newest.clear()
         if told is not None:
             told(progress)

@@ -160,7 +160,7 @@ def _elapsed(
     links = () if exchange.all_reduce else _pairs(exchange.links, nodes)
     talk = Talk(name, nodes, *channel[:3], exchange.all_reduce, exchange.messages, links, exchange.shuffle)
     params = clock.params or exchange.numbers
-    if exchange.encoded is not None:  # a hook's grow with the model; a custom encoding is timed at its own size alone
+    if exchange.encoded is not None:  # a hook's bytes grow with the model; a custom encoding is timed at its own size
         talk = talk._replace(encoded=exchange.encoded * (params / exchange.numbers) ** exchange.grows)
     return tuple(clock.seconds_of(talk, params, steps))
 
@@ -187,8 +187,12 @@ def _matrices_of(case: Case) -> tuple[WeightMatrix, ...]:
     direction = None if own.is_own(case.rule) else getattr(rules.kind(case.rule), "direction", None)
     if direction is not rules.Hooked:
         return ()
-    problem = problems.make(case.problem, case.nodes, **case.problem_options)
-    return tuple(problem.matrices or ())
+    return _matrices(case.problem, tuple(case.problem_options.items()), case.nodes)
+
+
+@cache
+def _matrices(problem: str, options: tuple[tuple[str, object], ...], nodes: int) -> tuple[WeightMatrix, ...]:
+    return tuple(problems.make(problem, nodes, **dict(options)).matrices or ())
 
 
 def dim_of(case: Case) -> int:

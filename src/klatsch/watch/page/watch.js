@@ -507,7 +507,7 @@ function drawStudies() {
       study.bar = make("progress", card, {"aria-label": `Runs of ${study.name} that are done`});
       const table = make("table", make("div", card, {class: "wide", tabindex: "0", role: "region", "aria-label": `Runs of ${study.name}, newest first`}));
       const head = make("tr", make("thead", table));
-      for (const [k, text] of ["Rule", "Topology", "Nodes", "lr", "Seed", "Final value", "Seconds", "Finished"].entries()) make("th", head, {scope: "col", class: k > 1 ? "number" : ""}, text);
+      for (const [k, text] of ["Rule", "Problem", "Topology", "Nodes", "lr", "Seed", "Final value", "Seconds", "Finished"].entries()) make("th", head, {scope: "col", class: k > 2 ? "number" : ""}, text);
       study.body = make("tbody", table);
     }
     study.bar.max = Math.max(1, study.of); study.bar.value = study.done;
@@ -517,10 +517,10 @@ function drawStudies() {
     for (const run of study.runs.slice(Math.max(study.drawn, study.runs.length - SHOWN))) {
       const row = make("tr", null), value = Object.entries(run.metrics ?? {})[0];
       make("th", row, {scope: "row"}, String(run.label ?? run.key ?? ""));
-      make("td", row, {}, String(run.topology ?? ""));
+      for (const text of [run.setting, run.topology]) make("td", row, {}, String(text ?? ""));
       const cells = [run.nodes, run.lr, run.seed, run.state !== "done" ? run.state : value ? short(value[1]) : "", number(run.seconds).toFixed(2), clockText(run.time)];
       for (const cell of cells) make("td", row, {class: "number"}, String(cell ?? ""));
-      if (run.state !== "done") row.children[5].classList.add("bad");
+      if (run.state !== "done") row.children[6].classList.add("bad");
       study.body.prepend(row);
     }
     while (study.body.children.length > SHOWN) study.body.lastChild.remove();
