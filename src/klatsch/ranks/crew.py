@@ -308,7 +308,8 @@ class Crew:
                 line.socket.close()
             if not self._closed:
                 self._line = self._next_line()
-        for end in (self._woken, self._wake):
+        unused = (self._line.socket,) if self._line else ()  # made while the crew was being closed
+        for end in (self._woken, self._wake, *unused):
             end.close()
 
     def _next_line(self) -> Line | None:
