@@ -281,8 +281,32 @@ def test_a_run_that_was_interrupted_goes_on_from_its_checkpoint(tmp_path):
 
 def test_whoever_leaves_and_comes_back_is_a_newcomer():
     of = shifts([(10, "leave", 1), (10, "join", 1)], 4, 20)
-    assert of[1] == (10, (0, 2, 3, 1), (1,))
-    assert shifts([(10, "join", 1), (10, "leave", 1)], 4, 20)[1] == (10, (0, 2, 3), ())
+    assert of[1] == (10, (0, 2, 3, 1), (1,), None)
+    assert shifts([(10, "join", 1), (10, "leave", 1)], 4, 20)[1] == (10, (0, 2, 3), (), None)
+
+
+def test_the_graph_changes_as_in_post_local_sgd():
+    """An all-reduce in every round, then in every 4th, and a node leaves later; the same as a plain loop."""
+    of, mu = problem(4), 0.9
+    crew = [(9, "graph", "complete/4"), (21, "leave", 1)]
+    rule = rules.make("dsgd", lr=0.01, momentum=mu)
+    result = klatsch.simulate(of, rule, "complete", 40, record=[40], crew=crew)
+    w, v, members = np.zeros((4, of.dim)), np.zeros((4, of.dim)), [0, 1, 2, 3]
+    for t in range(1, 41):
+        if t == 21:
+            members, w, v = [0, 2, 3], w[[0, 2, 3]], v[[0, 2, 3]]
+        v = mu * v + of.grad(torch.from_numpy(w)[:, None], t, members)[:, 0].numpy()
+        w = w - 0.01 * v
+        if t < 9 or t % 4 == 0:
+            w = np.tile(w.mean(0), (len(w), 1))
+    assert_close(result.output[:, 0], torch.from_numpy(w), 1e-12)
+
+
+def test_a_graph_on_which_a_rule_keeps_other_vectors_is_refused_before_the_run():
+    call = {"problem": problem(), "rule": rules.make("qg", lr=0.01), "topology": "ring", "steps": 20}
+    with pytest.raises(ValueError, match=r"on ring/4 the rule keeps other vectors than before \(anchor\)"):
+        klatsch.simulate(**call, crew=[(5, "graph", "ring/4")], progress=lambda rounds: pytest.fail("it ran"))
+    klatsch.simulate(**call, crew=[(5, "graph", "one_peer_exponential"), (9, "graph", tp.complete)])
 
 
 def test_ones_own_problem_says_nothing_more():
@@ -327,6 +351,8 @@ def test_problems_with_data_of_their_own_change_too():
         ([(5, "leave", 3)], r"node = 3; give a whole number from 0 to 2"),
         ([(5, "kill", 1)], r"give \(round, 'join' or 'leave', node\)"),
         ([5], r"crew has 5; give \(round"),
+        ([(5, "graph", 3)], r"with topology 3; give a name, or a function of the number of nodes"),
+        ([(5, "graph", tp.ring(3))], r"with topology .*; give a name, or a function of the number of nodes"),
     ],
 )
 def test_a_wrong_schedule_is_refused(crew, message):

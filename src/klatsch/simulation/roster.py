@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect
 from collections.abc import Callable, Sequence
+from functools import cache
 from itertools import groupby
 from typing import NamedTuple
 
@@ -20,8 +21,8 @@ from klatsch.topology import Topology, make
 from klatsch.wire.carried import bare, begun_anew
 from klatsch.wire.handover import Handover, kept_copies, sponsors
 
-Event = tuple[int, str, int]  # from this round on, "join" or "leave", which node
 Graphs = str | Callable[[int], Topology]  # the name of a topology, or a function of the number of nodes
+Event = tuple[int, str, int | Graphs]  # from this round on, "join" or "leave" and which node, or "graph" and which one
 
 
 class Shift(NamedTuple):
@@ -30,6 +31,7 @@ class Shift(NamedTuple):
     start: int  # the first one
     members: tuple[int, ...]  # by place in the graph; newcomers are last
     newcomers: tuple[int, ...] = ()
+    graphs: Graphs | None = None  # the one of the start, unless another has been given since
 
 
 class Roster:
@@ -50,14 +52,20 @@ class Roster:
                 f"the crew changes, and {graphs.name} is a graph of {graphs.size} nodes; give the name of one, such as "
                 "'ring', or a function of the number of nodes, such as lambda n: topology.make('ring', n, wire='int8')"
             )
-        sizes = sorted({len(shift.members) for shift in self.shifts})
-        by_size = {size: make(graphs, size) if isinstance(graphs, str) else graphs(size) for size in sizes}
-        for size, graph in by_size.items():
-            if not isinstance(graph, Topology) or graph.size != size:
+        graph_of = cache(_graph)
+        self.graphs = [graph_of(shift.graphs or graphs, len(shift.members)) for shift in self.shifts]
+        if any(shift.graphs for shift in self.shifts):
+            self._check_fields()
+
+    def _check_fields(self) -> None:
+        """Refuse graphs on which the rule keeps other vectors: nobody could say what they begin with."""
+        kept = [{name for name in self.stack(k).start if "@" not in name} for k in range(len(self.shifts))]
+        for graph, before, after in zip(self.graphs[1:], kept, kept[1:], strict=False):
+            if before != after:
                 raise ValueError(
-                    f"topology made {shown(graph)} for {size} nodes; let it return a Topology of that size"
+                    f"crew: on {graph.name} the rule keeps other vectors than before ({', '.join(before ^ after)}); "
+                    "change to a graph on which it keeps the same, or take a rule such as dsgd"
                 )
-        self.graphs = [by_size[len(shift.members)] for shift in self.shifts]
 
     def number(self, t: int) -> int:
         """The number of the shift of round t."""
@@ -80,7 +88,7 @@ class Roster:
     def changed(self, number: int, state: State) -> tuple[Stack, State]:
         """The nodes of a shift, and their state, from that of the nodes of the shift before."""
         stack, before, graph = self.stack(number), self.shifts[number - 1].members, self.graphs[number]
-        _, members, newcomers = self.shifts[number]
+        _, members, newcomers, _ = self.shifts[number]
         stay = [before.index(member) for member in members[: len(members) - len(newcomers)]]
         handover = Handover(bare(stack.rule), stack.parts.rehearsal)
         own = {name: v for name, v in state.items() if "@" not in name}
@@ -99,17 +107,27 @@ class Roster:
         return everyone.index_copy(0, torch.tensor(self.shifts[number].members), v)
 
 
+def _graph(graphs: Graphs, size: int) -> Topology:
+    graph = make(graphs, size) if isinstance(graphs, str) else graphs(size)
+    if not isinstance(graph, Topology) or graph.size != size:
+        raise ValueError(f"topology made {shown(graph)} for {size} nodes; let it return a Topology of that size")
+    return graph
+
+
 def shifts(crew: Sequence[Event], nodes: int, steps: int) -> list[Shift]:
     """The shifts of a schedule: survivors keep their order, newcomers follow in the order of their events."""
     events = [_event(event, nodes, whole(steps, "steps", 1)) for event in crew]
     events.sort(key=lambda event: event[0])
-    late = {node for node in range(nodes) if next((kind for _, kind, other in events if other == node), "") == "join"}
+    late = {node for node in range(nodes) if next((kind for _, kind, of in events if of == node), "") == "join"}
     result = [Shift(1, tuple(node for node in range(nodes) if node not in late))]
     if not result[0].members:
         raise ValueError("crew: nobody is there at the start; let at least one node take part from round 1")
     for start, group in groupby(events, key=lambda event: event[0]):
-        members, newcomers = [*result[-1].members], list[int]()
+        members, newcomers, graphs = [*result[-1].members], list[int](), result[-1].graphs
         for _, kind, node in group:
+            if not isinstance(node, int):
+                graphs = node
+                continue
             there = [*members, *newcomers]
             if (node in there) == (kind == "join"):
                 state, remedy = ("already there", "leave") if node in there else ("not there", "join")
@@ -122,12 +140,21 @@ def shifts(crew: Sequence[Event], nodes: int, steps: int) -> list[Shift]:
                 (newcomers if node in newcomers else members).remove(node)
         if not members:
             raise ValueError(f"crew: nobody who was there before is left in round {start}; let at least one node stay")
-        result.append(Shift(start, (*members, *newcomers), tuple(newcomers)))
+        result.append(Shift(start, (*members, *newcomers), tuple(newcomers), graphs))
     return result
 
 
 def _event(event: object, nodes: int, steps: int) -> Event:
-    if not isinstance(event, tuple | list) or len(event) != 3 or event[1] not in ("join", "leave"):
-        raise ValueError(f"crew has {shown(event)}; give (round, 'join' or 'leave', node), such as (100, 'leave', 3)")
+    kinds = "join", "leave", "graph"
+    if not isinstance(event, tuple | list) or len(event) != 3 or event[1] not in kinds:
+        raise ValueError(
+            f"crew has {shown(event)}; give (round, 'join' or 'leave', node), such as (100, 'leave', 3), or "
+            "(round, 'graph', topology), such as (100, 'graph', 'ring/4')"
+        )
     where = f"crew has {shown(event)} with"
-    return whole(event[0], f"{where} round", 2, max(steps, 2)), event[1], whole(event[2], f"{where} node", 0, nodes - 1)
+    start, kind, what = whole(event[0], f"{where} round", 2, max(steps, 2)), event[1], event[2]
+    if kind != "graph":
+        return start, kind, whole(what, f"{where} node", 0, nodes - 1)
+    if not isinstance(what, str) and (not callable(what) or isinstance(what, Topology)):
+        raise ValueError(f"{where} topology {shown(what)}; give a name, or a function of the number of nodes")
+    return start, kind, what

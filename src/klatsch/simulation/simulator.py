@@ -77,7 +77,8 @@ def simulate(
         record: number of log-spaced steps at which metrics are taken, or the steps themselves.
         crew: who comes and goes: (round, "join" or "leave", node), ... From its round on a node takes part, or does
             not. A node whose first event is a join is not there at the start. Metrics are of those who are there;
-            `result.members` says whose the rows of the output and the state are.
+            `result.members` says whose the rows of the output and the state are. And who talks to whom, and when:
+            (round, "graph", "ring/4"), ...
         dtype: torch.float64, or torch.float32 (faster; mixing does not drift).
         device: "cpu", "cuda", "cuda:1"...
         checkpoint: a file where the run is saved; after a kill the same call continues from it.
