@@ -151,6 +151,28 @@ def test_every_line_is_in_the_legend():
     assert figures.Look(marked, words=figures.StudyFigure(marker="beta")).markers == [0.9, ""]
 
 
+def test_a_legend_that_does_not_fit_into_its_panel_lies_below_it():
+    short = [row("dat", "ring", 4, 0.5)]
+    long = [row(f"diloco (outer_lr 0.7, momentum 0.9, number {k})", "complete", 4, 0.5 + k) for k in range(9)]
+    for rows, below in ((short, False), (long, True)):
+        (axis,) = (figure := figures.plot(rows, "rounds")).axes
+        figure.draw_without_rendering()
+        legend, panel = axis.get_legend().get_window_extent(), axis.get_window_extent()
+        assert (legend.y1 < panel.y0) == below
+        assert min(legend.x0, legend.y0) >= 0
+        assert legend.x1 <= figure.bbox.x1
+
+
+def test_a_figure_of_the_training_loss_beside_an_accuracy():
+    rows = [replace(row("dat", graph, 4, 0.9), metric="accuracy", largest=True) for graph in ("ring", "torus")]
+    rows[0] = replace(rows[0], loss=0.4 * rows[0].curves ** 2)
+    (axis,) = StudyFigure(of="loss", lines=("rule",), panels=()).draw(rows, "t", {}).axes
+    assert (axis.get_ylabel(), axis.get_yscale()) == ("training loss, mean over nodes", "log")
+    (line,) = [line for line in axis.lines if line.get_label() == "dat"]  # of torus nothing is known
+    assert line.get_ydata() == pytest.approx([1.6, 0.4, 0.324], rel=1e-3)
+    assert [text.get_text() for text in axis.get_yticklabels()] == ["0.5", "1"]
+
+
 def test_pages_say_when_a_learning_rate_lies_at_the_edge():
     edge = Row("dsgd", "ring", 4, (0.1, 0.2), (1,), np.array([[[1.0, 2.0]]]), np.zeros((1, 1, 2)), 0.0)
     assert "dsgd in 1 of 1 points" in pages.edge_note([edge])[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -22,13 +23,14 @@ from klatsch.clock import Clock
 from klatsch.report import selection
 from klatsch.report.selection import Selections, best_of, distinct, grouped, in_words, options_of, selected
 from klatsch.report.sentences import Race, factor, is_behind, spread
-from klatsch.study.choices import Row
+from klatsch.study.choices import LOSS, Row
 from klatsch.study.spec import Options
 from klatsch.study.traffic import sent_by
 from klatsch.units import duration
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
 # Okabe and Ito's colours, which most colour-blind people can tell apart; one marker per rule for print.
@@ -39,6 +41,7 @@ OTHER_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9
 MARKERS, REFERENCES = "osD^vPX*h<>pdH8x+1234|", "*PXdhv^<>"
 DASHES = ("-", "--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 3)))
 MOST_PANELS = 100
+PANEL_LINES, PANEL_LETTERS = 6, 36  # of a legend that fits into a panel
 NAMES = 2  # that fit into a cell
 VALUE = "value: "  # an id that starts with this is a tooltip in the report
 ERROR = r"error  $\frac{1}{M}\sum_i \|x_%s^i - x^*\|^2$"
@@ -80,6 +83,8 @@ class StudyFigure(selection.Words):
             "best": a table of the best rules at each point.
         final: whether final values are shown against the bytes or seconds of the whole run, instead of courses.
         where: the rows that are shown.
+        of: whose values: "merged" is the model that is the mean of all, "worst" the worst node, "loss" the training
+            loss beside an accuracy; by default the mean of the nodes.
         panels: options that differ between panels.
         lines: options that differ between lines: the first decides the colour, the others the kind of line.
         marker: an option that decides the marker.
@@ -96,6 +101,7 @@ class StudyFigure(selection.Words):
     across: Literal["nodes", "rounds", "seconds", "bytes", "rules", "best"] = "rounds"
     final: bool = False
     where: Selections = ({},)
+    of: Literal["mean", "merged", "worst", "loss"] = "mean"
     panels: tuple[str, ...] | None = None
     lines: tuple[str, ...] = ()
     marker: str = ""
@@ -127,6 +133,8 @@ class StudyFigure(selection.Words):
     ) -> Figure:
         """The figure; of all rows where it selects none, as in a study that is not finished."""
         rows = selected(rows, self.where) or list(rows)
+        if self.of != "mean":
+            rows = [row.showing(self.of) for row in rows if vars(row)[self.of] is not None] or rows
         chosen = clocks if self.clock == "all" else {name: clocks[name] for name in self.clocks if name}
         if self.race is not None:
             return _raced(rows, self.race, chosen)
@@ -203,6 +211,12 @@ def plot(
                 _draw_finals(axis, shown, across, look)
             else:
                 _draw_courses(axis, shown, across, look, rates)
+        for axis, *_ in panels:
+            _tick(axis.yaxis, *axis.get_ylim())
+            if across != "nodes":
+                _tick(axis.xaxis, *axis.get_xlim())
+        if rates:
+            _legends(figure, [axis for axis, *_ in panels])
         if rows[0].largest:
             least = max(0.0, max(row.value for row in rows) - words.below)
             values = [np.array([row.low, row.high]) if final else row.curve for row in rows]
@@ -310,8 +324,6 @@ def _draw_courses(axis: Axes, rows: Sequence[Row], across: str, look: Look, rate
             _tooltip(axis, row, x[k], row.curve[:, k], f" after {after}")
     axis.set_xscale("linear" if unit == "epochs" else "log")
     axis.set_xlabel(unit)
-    if rates:
-        axis.legend(loc="best", frameon=False, fontsize="small")
 
 
 def _course(row: Row, across: str) -> tuple[Sequence[float], str]:
@@ -487,6 +499,8 @@ def _quantity(row: Row, when: str) -> str:
         return ERROR % when
     if metric == "accuracy":
         return f"test {row.metric}" if comma else "test accuracy, mean over nodes"
+    if metric == LOSS:
+        return "training loss, mean over nodes"
     return f"bits per byte{comma}{which}" if metric == "bits" else literal(row.title)
 
 
@@ -516,6 +530,34 @@ def _legend(figure: Figure) -> None:
     columns = max(1, min(len(lines), int(figure.get_figwidth() / (0.55 + 0.085 * max(map(len, lines))))))
     figure.set_figheight(figure.get_figheight() + 0.21 * max(0, -(-len(lines) // columns) - 3))
     figure.legend(list(lines.values()), list(lines), loc="outside lower center", ncols=columns, frameon=False)
+
+
+def _legends(figure: Figure, axes: Sequence[Axes]) -> None:
+    """A legend in each panel, or below it where it would not fit in."""
+    entries = [axis.get_legend_handles_labels() for axis in axes]
+    longest = max(len(label) for _, labels in entries for label in labels)
+    if longest <= PANEL_LETTERS and max(len(labels) for _, labels in entries) <= PANEL_LINES:
+        for axis in axes:
+            axis.legend(loc="best", frameon=False, fontsize="small")
+        return
+    above = len({round(axis.get_position().y0, 6) for axis in axes})  # panels above each other
+    letters = longest if len(axes) == above else PANEL_LETTERS
+    wrapped = [[textwrap.fill(label, letters) for label in labels] for _, labels in entries]
+    for axis, (lines, _), labels in zip(axes, entries, wrapped, strict=True):
+        axis.legend(lines, labels, loc="upper center", bbox_to_anchor=(0.5, -0.16), frameon=False, fontsize="small")
+    most = max(1 + "\n".join(labels).count("\n") for labels in wrapped)
+    width, height = figure.get_size_inches()
+    figure.set_size_inches(max(width, 0.9 + 0.075 * letters), height + 0.17 * most * above)
+
+
+def _tick(axis: Axis, low: float, high: float) -> None:
+    """Ticks at 1, 2 and 5 times powers of ten on a short logarithmic axis: labels of the usual ones would overlap."""
+    if axis.get_scale() == "log" and 2.5 * low < high < 100 * low:
+        powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+        ticks = [digit * 10.0**power for power in powers for digit in (1, 2, 5)]
+        inside = [tick for tick in ticks if low <= tick <= high]
+        axis.set_ticks(inside, labels=[f"{tick:,.6g}" for tick in inside])
+        axis.set_ticks([], minor=True)
 
 
 def values_of(figure: Figure) -> Options | None:

@@ -20,6 +20,7 @@ from klatsch.study.traffic import Exchange, elapsed
 from klatsch.units import in_words
 
 BESIDE = {"merged": "merged model", "worst": "worst node"}  # what rows know beside the mean of nodes
+LOSS = "train_loss"  # what they know beside an accuracy
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ class Row:
     epochs: int | None = None  # how many the steps amount to, if the problem has a data set
     merged: NDArray[np.float64] | None = None  # as the curves, of the mean of all nodes' models, if it was measured
     worst: NDArray[np.float64] | None = None  # as the curves, of the worst node
+    loss: NDArray[np.float64] | None = None  # as the curves, of LOSS
     tried: tuple[float, ...] = ()  # the learning rates that short runs chose from, if they did
     sent: float | None = None  # bytes per node over the run, if known
     case: Case | None = None  # one of its runs
@@ -115,7 +117,7 @@ class Row:
         if not 0 < share <= 1:
             raise ValueError(f"share = {share}; give a number above 0 and up to 1, such as 0.5")
         points = int(np.abs(np.array(self.steps) - share * self.steps[-1]).argmin()) + 1
-        measured: Options = {name: vars(self)[name] for name in ("curves", "consensus", *BESIDE)}
+        measured: Options = {name: vars(self)[name] for name in ("curves", "consensus", *BESIDE, "loss")}
         for name, curves in measured.items():
             measured[name] = None if curves is None else curves[:, :points, [self.best]]
         return replace(
@@ -128,11 +130,15 @@ class Row:
         )
 
     def showing(self, which: str) -> Row:
-        """The same row with its `merged` model or its `worst` node in place of the mean of nodes; not chosen anew."""
-        chosen = self.stopped(1)
-        if which not in BESIDE or (curves := vars(chosen)[which]) is None:
-            raise ValueError(f"{which!r} was not measured; choose from {', '.join(BESIDE)}")
-        return replace(chosen, curves=curves, metric=f"{self.metric}, {BESIDE[which]}", merged=None, worst=None)
+        """The same row with its `merged` model, its `worst` node or its training `loss` instead; not chosen anew."""
+        chosen, known = (
+            self.stopped(1),
+            {name: f"{self.metric}, {text}" for name, text in BESIDE.items()} | {"loss": LOSS},
+        )
+        if which not in known or (curves := vars(chosen)[which]) is None:
+            raise ValueError(f"{which!r} was not measured; choose from {', '.join(known)}")
+        others: Options = dict.fromkeys((*BESIDE, "loss"))
+        return replace(chosen, curves=curves, metric=known[which], largest=self.largest and which != "loss", **others)
 
 
 RowKey = tuple[str, str, str, int, str, str]
@@ -187,7 +193,7 @@ def rows_by_place(
     headline = next(iter(cases.values())).headline if cases else DISTANCE
     if metric is not None and metric != headline.metric:
         headline = Headline(metric, "")
-    outcomes = store.outcomes(cases, (headline.metric, "Gamma", headline.of_mean, headline.of_worst))
+    outcomes = store.outcomes(cases, (headline.metric, "Gamma", headline.of_mean, headline.of_worst, LOSS))
     if outcomes and not any(headline.metric in outcome.metrics for outcome in outcomes.values()):
         some = next(iter(store.outcomes([next(iter(outcomes))]).values()))
         raise ValueError(f"no metric {headline.metric!r}; there are {', '.join(some.metrics)}")
@@ -230,6 +236,7 @@ def _row(group: list[tuple[Case, Outcome]], headline: Headline, names: Names) ->
         epochs=first.epochs,
         merged=known(headline.of_mean),
         worst=known(headline.of_worst),
+        loss=known(LOSS),
         sent=group[0][1].exchange.sent,
         case=first,
         exchange=group[0][1].exchange,
