@@ -314,7 +314,8 @@ class Share:
 
     @property
     def _versions(self) -> int:
-        return sum(p._version + piece(p)._version for p in self.parameters)
+        own = sum(p._version for p in self.parameters)
+        return own + sum(piece(p)._version for p in self.parameters) if self.host.sharded else own
 
     def _gradient_buffer(self) -> Tensor:
         """The buffer of the gradients, with views of it, also if model.to(...) has moved the old ones."""

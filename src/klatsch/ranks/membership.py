@@ -38,6 +38,7 @@ class Membership:
         self._status = torch.zeros((WORD + 1) * self.size + self.links, dtype=torch.uint8)
         self._finished, self._gone = self._read(self._status)
         self._leaving, self._lost = torch.split(self._gone, [self.size, self.links])
+        self._leavers_at, self._known_leavers = -1, list[int]()
         self.since = 0  # the round from which on it counts who has finished: older news may still be on its way
 
     def __len__(self) -> int:
@@ -142,7 +143,9 @@ class Membership:
         return _balanced(topology, tuple(kept)) if len(kept) < len(self._ways) else None
 
     def _leavers(self) -> list[int]:
-        return self._leaving.nonzero()[:, 0].tolist()
+        if self._leavers_at != self._leaving._version:  # asked several times in every round
+            self._leavers_at, self._known_leavers = self._leaving._version, self._leaving.nonzero()[:, 0].tolist()
+        return self._known_leavers
 
     def _holding(self, ends: Iterable[tuple[int, int]], t: int | None) -> list[tuple[int, int]]:
         """The links that are not lost, of which neither end leaves, or has left before round t."""
