@@ -82,7 +82,8 @@ CASES = [
     # runs
     *[(lambda steps=steps: run(steps=steps), f"steps = {steps!r}", "from 1 up") for steps in (0, -3, 2.5, True, "9")],
     (lambda: run(topology=tp.ring(5)), "ring has 5 nodes but the problem has 4", "same number"),
-    (lambda: run(topology="ring"), "topology is a str", "topology.make"),
+    (lambda: run(topology=4), "topology is a int", "topology.make"),
+    (lambda: run(topology="rnig"), "unknown topology 'rnig'", "did you mean"),
     (lambda: run(rule="dat"), "the rule is a str", "rules.make"),
     (lambda: run(problem="least-squares"), "problem is a str", "LeastSquares"),
     (lambda: run(dtype=torch.float16), "torch.float16", "torch.float32"),

@@ -27,7 +27,7 @@ from klatsch.simulation.fused import FusedStack
 from klatsch.simulation.record import Facts, Network, Result, record_points
 from klatsch.simulation.roster import Event, Graphs, Roster
 from klatsch.simulation.stack import GraphStack, PairwiseStack, Prepared, Rates, Stack, StaleStack
-from klatsch.topology import Topology
+from klatsch.topology import Topology, make
 from klatsch.watch.sinks import Given
 from klatsch.wire.carried import carried
 from klatsch.wire.program import NotTraceableError
@@ -62,17 +62,17 @@ def simulate(
 ) -> Result:
     """Run an update rule on a problem over a topology, all nodes and columns at once.
 
-        >>> from klatsch import problems, rules, simulate, topology
+        >>> from klatsch import problems, rules, simulate
         >>> rule = rules.make("dat", lr=[1e-3, 1e-2])  # two columns
-        >>> result = simulate(problems.LeastSquares(8), rule, topology.ring(8), steps=200)
+        >>> result = simulate(problems.LeastSquares(8), rule, "ring", steps=200)
         >>> [f"{distance:.4f}" for distance in result.metrics["distance"][-1]]
         ['0.0064', '0.0011']
 
     Args:
         problem: what the nodes minimise.
         rule: the update rule; lists of hyper-parameters make columns.
-        topology: who talks to whom; as many nodes as the problem has. If the crew changes, the name of one, such as
-            "ring/4", or a function of the number of nodes, since it is made anew for each.
+        topology: who talks to whom: a graph of as many nodes as the problem has, or its name, such as "ring/4". If the
+            crew changes, a name or a function of the number of nodes, since it is made anew for each.
         steps: total number of rounds T, including those done before (`after`, `checkpoint`).
         record: number of log-spaced steps at which metrics are taken, or the steps themselves.
         crew: who comes and goes: (round, "join" or "leave", node), ... From its round on a node takes part, or does
@@ -105,6 +105,8 @@ def simulate(
         Lian et al., "Asynchronous decentralized parallel stochastic gradient descent", 2018, for pairwise gossip.
     """
     given: dict[str, Any] = {name: value for name, value in locals().items() if name not in PARTS}
+    if isinstance(topology, str) and not crew:
+        topology = make(topology, checked_problem(problem).nodes)
     return simulate_together([problem], rule, [topology], **given)[0]  # type: ignore[list-item]
 
 
