@@ -302,6 +302,15 @@ def test_the_graph_changes_as_in_post_local_sgd():
     assert_close(result.output[:, 0], torch.from_numpy(w), 1e-12)
 
 
+def test_corrections_go_on_where_local_steps_begin():
+    """At the optimum of all, D2 stays there on a graph with other rounds between mixes: y is scaled along."""
+    of = problem(4, noise=0.0)
+    rule = rules.make("d2", lr=0.02)
+    crew = [(4001, "graph", "ring/4"), (4101, "graph", "ring")]
+    result = klatsch.simulate(of, rule, "ring", 4200, record=[4000, 4100, 4200], crew=crew)
+    assert result.metrics["worst_distance"].max() < 1e-20
+
+
 def test_a_graph_on_which_a_rule_keeps_other_vectors_is_refused_before_the_run():
     call = {"problem": problem(), "rule": rules.make("qg", lr=0.01), "topology": "ring", "steps": 20}
     with pytest.raises(ValueError, match=r"on ring/4 the rule keeps other vectors than before \(anchor\)"):

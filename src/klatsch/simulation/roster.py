@@ -92,6 +92,10 @@ class Roster:
         stay = [before.index(member) for member in members[: len(members) - len(newcomers)]]
         handover = Handover(bare(stack.rule), stack.parts.rehearsal)
         own = {name: v for name, v in state.items() if "@" not in name}
+        if scales := bare(stack.rule).scales:  # by what its graph says
+            own |= {
+                name: own[name] * (scales[name] / of) for name, of in bare(self.stack(number - 1).rule).scales.items()
+            }
         own = each(lambda v: torch.cat([v[stay], v.new_zeros(len(newcomers), *v.shape[1:])]), own)
         for newcomer, (sponsor, *_) in sponsors(graph, len(newcomers)).items():
             for name, v in handover.begun({name: v[sponsor] for name, v in own.items()}).items():
