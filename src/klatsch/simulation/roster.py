@@ -61,9 +61,9 @@ class Roster:
         """Refuse graphs on which the rule keeps other vectors: nobody could say what they begin with."""
         kept = [{name for name in self.stack(k).start if "@" not in name} for k in range(len(self.shifts))]
         for graph, before, after in zip(self.graphs[1:], kept, kept[1:], strict=False):
-            if before != after:
+            if others := ", ".join(sorted(before ^ after)):
                 raise ValueError(
-                    f"crew: on {graph.name} the rule keeps other vectors than before ({', '.join(before ^ after)}); "
+                    f"crew: on {graph.name} the rule keeps other vectors than before ({others}); "
                     "change to a graph on which it keeps the same, or take a rule such as dsgd"
                 )
 
@@ -93,9 +93,8 @@ class Roster:
         handover = Handover(bare(stack.rule), stack.parts.rehearsal)
         own = {name: v for name, v in state.items() if "@" not in name}
         if scales := bare(stack.rule).scales:  # by what its graph says
-            own |= {
-                name: own[name] * (scales[name] / of) for name, of in bare(self.stack(number - 1).rule).scales.items()
-            }
+            earlier = bare(self.stack(number - 1).rule).scales
+            own |= {name: own[name] * (scale / earlier[name]) for name, scale in scales.items()}
         own = each(lambda v: torch.cat([v[stay], v.new_zeros(len(newcomers), *v.shape[1:])]), own)
         for newcomer, (sponsor, *_) in sponsors(graph, len(newcomers)).items():
             for name, v in handover.begun({name: v[sponsor] for name, v in own.items()}).items():

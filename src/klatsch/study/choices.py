@@ -131,14 +131,12 @@ class Row:
 
     def showing(self, which: str) -> Row:
         """The same row with its `merged` model, its `worst` node or its training `loss` instead; not chosen anew."""
-        chosen, known = (
-            self.stopped(1),
-            {name: f"{self.metric}, {text}" for name, text in BESIDE.items()} | {"loss": LOSS},
-        )
-        if which not in known or (curves := vars(chosen)[which]) is None:
-            raise ValueError(f"{which!r} was not measured; choose from {', '.join(known)}")
-        others: Options = dict.fromkeys((*BESIDE, "loss"))
-        return replace(chosen, curves=curves, metric=known[which], largest=self.largest and which != "loss", **others)
+        metrics = {name: f"{self.metric}, {text}" for name, text in BESIDE.items()} | {"loss": LOSS}
+        chosen = self.stopped(1)
+        if which not in metrics or (curves := vars(chosen)[which]) is None:
+            raise ValueError(f"{which!r} was not measured; choose from {', '.join(metrics)}")
+        shown: Options = {"metric": metrics[which], "largest": self.largest and which != "loss"}
+        return replace(chosen, curves=curves, **shown | dict.fromkeys((*BESIDE, "loss")))
 
 
 RowKey = tuple[str, str, str, int, str, str]
