@@ -180,14 +180,14 @@ def test_the_table_of_the_readme_tells_what_the_committed_table_says():
     told = dict(re.findall(r"^\| (.+?) \| (\d.+?) \|", page[page.index("LeNet, 16 machines") :], re.M))
     rows = {
         "all-reduce": ("complete", "dsgd (momentum 0.9"),
-        "plain gossip, momentum or AdamW of its own": ("one_peer_exponential", "dsgd (momentum 0.9"),
+        "plain gossip, local momentum or AdamW": ("one_peer_exponential", "dsgd (momentum 0.9"),
         "`GossipSGD`, `GossipAdamW`": ("base_graph", "dsgd (shared True"),
-        "the same with int8: a quarter of the bytes": ("base_graph (wire int8)", "dsgd (shared True"),
+        "`GossipSGD`, `GossipAdamW` in int8: a quarter of the bytes": ("base_graph (wire int8)", "dsgd (shared True"),
         '`GossipSGD` with int8, one-peer exponential, `shared="first"`': (
             "one_peer_exponential (wire int8)",
             "dsgd (shared first",
         ),
-        "int8, few bytes: `qg`, an eighth of `GossipSGD`'s; `GossipAdamW`, one peer, `shared=False`, a 16th": (
+        "fewest bytes, in int8: `qg`, 1/8 of the third line; `GossipAdamW`, one peer, `shared=False`, 1/16": (
             "one_peer_exponential (wire int8)",
             "qg (cosine",
         ),

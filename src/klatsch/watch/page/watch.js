@@ -459,7 +459,8 @@ function drawTiles() {
   tile("consensus", told(of("consensus")), "");
   const sent = [...members.values()].reduce((sum, one) => sum + (number(one.now.bytes) || 0), 0), speed = on.reduce((sum, one) => sum + (one.over(entry => entry[3]) || 0), 0);
   tile("bytes", bytes(sent), speed && !over && !hasStopped() ? `${bytes(speed)}/s` : "");
-  tile("waited", on.length ? percent(Math.min(1, mean(on.map(one => one.over(entry => entry[2]) || 0)))) : "–", "of the time");
+  const timed = on.filter(one => one.recent.length > 1 && Number.isFinite(number(one.now.waited)));  // one round says nothing yet
+  tile("waited", timed.length ? percent(Math.min(1, mean(timed.map(one => one.over(entry => entry[2]))))) : "–", "of the time");
   const {rule, topology, wire, every, late, parameters} = facts;
   put($("facts"), [rule, topology, every > 1 ? `every ${every} rounds` : "", late ? `late ${late}` : "", wire, parameters ? `${whole(parameters)} parameters` : ""].filter(Boolean).join(" · "));
 }
