@@ -30,6 +30,7 @@ OUTLIERS, OUTLYING, TIMES = 8, 32, 3
 EVEN = 95  # in a block with outliers: the last code that stands for as many steps; 128, 192, 256, 384, ... follow
 STEEP = torch.tensor([*range(EVEN + 1), *((2 + code % 2) << (6 + (code - EVEN - 1) // 2) for code in range(96, 129))])
 FEW = 8  # numbers of a block that a GPU finds sooner one after the other
+SHORT, FINEST = 64, 7  # numbers that share a scale, and the largest code, of four bits
 MOST_AT_ONCE = 1 << 28  # numbers
 KINDS = (torch.float32, torch.float64)  # what the kernel is for
 
@@ -108,6 +109,31 @@ class Int8(Encoding):
 
 
 @dataclass(frozen=True)
+class Int4(Encoding):
+    """Two codes from -7 to 7 in a byte, and a bfloat16 scale for every 64 numbers: 4.25 bits each.
+
+    What a code misses is part of the next difference. Beside a number that is far larger than the others they wait one
+    message, until it has arrived.
+    """
+
+    def streams(self, numbers: int) -> Sequence[tuple[torch.dtype, int]]:
+        return [(torch.bfloat16, -(-numbers // SHORT)), (torch.uint8, -(-numbers // 2))]
+
+    def encode(self, v: Tensor) -> Sequence[Tensor]:
+        blocks = _blocks(v, SHORT)
+        scales = (blocks.abs().amax(-1, keepdim=True) / FINEST).bfloat16()
+        steps = blocks / torch.where(scales > 0, scales, 1.0).to(v.dtype)
+        codes = steps.round_().clamp_(-FINEST, FINEST).nan_to_num_(0.0).add_(8.0).to(torch.uint8).flatten(-2)
+        pairs = codes[..., ::2] | codes[..., 1::2] << 4
+        return [scales[..., 0], pairs[..., : self.streams(v.shape[-1])[1][1]]]
+
+    def decode(self, streams: Sequence[Tensor], numbers: int, dtype: torch.dtype) -> Tensor:
+        scales, pairs = streams
+        codes = torch.stack([pairs & 15, pairs >> 4], -1).flatten(-2).to(dtype).sub_(8.0)[..., :numbers]
+        return (_blocks(codes, SHORT) * scales.to(dtype)[..., None]).flatten(-2)[..., :numbers]
+
+
+@dataclass(frozen=True)
 class TopK(Encoding):
     """The largest numbers of every block in bfloat16, each with its place: 3 bytes for every number that is kept."""
 
@@ -146,6 +172,7 @@ BUILT_IN = {
     "float32": Rounded(torch.float32),
     "bfloat16": Rounded(torch.bfloat16, weight_bits=14),  # its 8 bits and these fit into 24, with 2 to spare
     "int8": Int8(),
+    "int4": Int4(),
     "topk(0.01)": TopK(0.01),  # or any other share
 }
 
