@@ -6,7 +6,6 @@ remembers sends C(v - h), where h is what both ends hold; both then add to h wha
 
 from __future__ import annotations
 
-import ctypes
 import re
 from collections.abc import Sequence
 from contextlib import suppress
@@ -32,7 +31,7 @@ STEEP = torch.tensor([*range(EVEN + 1), *((2 + code % 2) << (6 + (code - EVEN - 
 FEW = 8  # numbers of a block that a GPU finds sooner one after the other
 SHORT, FINEST = 64, 7  # numbers that share a scale, and the largest code, of four bits
 MOST_AT_ONCE = 1 << 28  # numbers
-KINDS = (torch.float32, torch.float64)  # what the kernel is for
+KINDS = {torch.float32: "f32", torch.float64: "f64"}  # what the kernel is for
 
 
 class Encoding:
@@ -120,17 +119,19 @@ class Int4(Encoding):
         return [(torch.bfloat16, -(-numbers // SHORT)), (torch.uint8, -(-numbers // 2))]
 
     def encode(self, v: Tensor) -> Sequence[Tensor]:
-        blocks = _blocks(v, SHORT)
-        scales = (blocks.abs().amax(-1, keepdim=True) / FINEST).bfloat16()
-        steps = blocks / torch.where(scales > 0, scales, 1.0).to(v.dtype)
-        codes = steps.round_().clamp_(-FINEST, FINEST).nan_to_num_(0.0).add_(8.0).to(torch.uint8).flatten(-2)
-        pairs = codes[..., ::2] | codes[..., 1::2] << 4
-        return [scales[..., 0], pairs[..., : self.streams(v.shape[-1])[1][1]]]
+        if not _has_kernel(v):
+            return _packed(v)
+        scales, pairs = (v.new_empty((*v.shape[:-1], length), dtype=kind) for kind, length in self.streams(v.shape[-1]))
+        native.call(f"klatsch_pack_{KINDS[v.dtype]}", v.contiguous(), *_rows(v), pairs, scales)
+        return scales, pairs
 
     def decode(self, streams: Sequence[Tensor], numbers: int, dtype: torch.dtype) -> Tensor:
-        scales, pairs = streams
-        codes = torch.stack([pairs & 15, pairs >> 4], -1).flatten(-2).to(dtype).sub_(8.0)[..., :numbers]
-        return (_blocks(codes, SHORT) * scales.to(dtype)[..., None]).flatten(-2)[..., :numbers]
+        scales, pairs = (stream.contiguous() for stream in streams)
+        v = torch.empty((*pairs.shape[:-1], numbers), dtype=dtype, device=pairs.device)
+        if not _has_kernel(v):
+            return _unpacked(scales, pairs, numbers, dtype)
+        native.call(f"klatsch_unpack_{KINDS[dtype]}", pairs, scales, *_rows(v), v)
+        return v
 
 
 @dataclass(frozen=True)
@@ -240,24 +241,21 @@ def quantized(difference: Tensor) -> tuple[Tensor, Tensor]:
     finite has such a scale. Scales have few digits, so that code times scale is exact in float32: both ends hold the
     same bits, whatever their machines fuse.
     """
-    if (kernel := _kernel(difference)) is None:
+    if not _has_kernel(difference):
         return _quantized(difference)
     v, (*outer, length) = difference.contiguous(), difference.shape
     codes = torch.empty(v.shape, dtype=torch.int8)
     scales = torch.empty((*outer, -(-length // BLOCK)), dtype=torch.bfloat16)
-    quantize = kernel.klatsch_quantize_f32 if v.dtype == torch.float32 else kernel.klatsch_quantize_f64
-    quantize(v.data_ptr(), v.numel() // length, length, codes.data_ptr(), scales.data_ptr())
+    native.call(f"klatsch_quantize_{KINDS[v.dtype]}", v, *_rows(v), codes, scales)
     return codes, scales
 
 
 def restored(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """The difference that `quantized` encoded, to the nearest code."""
     v = torch.empty(codes.shape, dtype=dtype, device=codes.device)
-    if (kernel := _kernel(v)) is None:
+    if not _has_kernel(v):
         return _restored(codes, scales, dtype)
-    restore = kernel.klatsch_restore_f32 if dtype == torch.float32 else kernel.klatsch_restore_f64
-    codes, scales, length = codes.contiguous(), scales.contiguous(), v.shape[-1]
-    restore(codes.data_ptr(), scales.data_ptr(), v.numel() // length, length, v.data_ptr())
+    native.call(f"klatsch_restore_{KINDS[dtype]}", codes.contiguous(), scales.contiguous(), *_rows(v), v)
     return v
 
 
@@ -287,6 +285,22 @@ def _restored(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     places = _blocks(codes) + (128 + 256 * steep.int())
     blocks = _meanings(codes.device, dtype)[places].mul_(torch.where(steep, -scales, scales))
     return blocks.flatten(-2)[..., : codes.shape[-1]]
+
+
+def _packed(v: Tensor) -> tuple[Tensor, Tensor]:
+    """`Int4.encode` without the kernel."""
+    blocks = _blocks(v, SHORT)
+    scales = (blocks.abs().amax(-1, keepdim=True) / FINEST).bfloat16()
+    steps = blocks / torch.where(scales > 0, scales, 1.0).to(v.dtype)
+    codes = steps.round_().clamp_(-FINEST, FINEST).nan_to_num_(0.0).add_(FINEST + 1).to(torch.uint8).flatten(-2)
+    pairs = codes[..., ::2] | codes[..., 1::2] << 4
+    return scales[..., 0], pairs[..., : -(-v.shape[-1] // 2)]
+
+
+def _unpacked(scales: Tensor, pairs: Tensor, numbers: int, dtype: torch.dtype) -> Tensor:
+    """`Int4.decode` without the kernel."""
+    codes = torch.stack([pairs & 15, pairs >> 4], -1).flatten(-2)[..., :numbers].to(dtype) - (FINEST + 1)
+    return (_blocks(codes, SHORT) * scales.to(dtype)[..., None]).flatten(-2)[..., :numbers]
 
 
 @cache
@@ -320,8 +334,11 @@ def _blocks(v: Tensor, size: int = BLOCK) -> Tensor:
     return whole.reshape(*v.shape[:-1], -1, size)
 
 
-def _kernel(v: Tensor) -> ctypes.CDLL | None:
-    """The kernel, where there is one and v is for it."""
-    if v.device.type != "cpu" or v.dtype not in KINDS or not v.numel() or native.why_not() is not None:
-        return None
-    return native.library()
+def _has_kernel(v: Tensor) -> bool:
+    """Whether there is a kernel, and v is for it."""
+    return v.device.type == "cpu" and v.dtype in KINDS and v.numel() > 0 and native.why_not() is None
+
+
+def _rows(v: Tensor) -> tuple[int, int]:
+    """How many vectors there are, and their length."""
+    return v.numel() // v.shape[-1], v.shape[-1]

@@ -83,6 +83,11 @@ def library() -> ctypes.CDLL:
     return kernel
 
 
+def call(name: str, *arguments: Tensor | int) -> None:
+    """Call a function of wire.c, which there must be, with tensors and whole numbers."""
+    library()[name](*(COUNT(each) if isinstance(each, int) else ADDRESS(each.data_ptr()) for each in arguments))
+
+
 def why_not() -> str | None:
     """Why there is no kernel, or None if there is one."""
     return reason if isinstance(reason := _library(), str) else None
@@ -103,10 +108,6 @@ def _library() -> ctypes.CDLL | str:
                 return f"the kernel in {folder} is damaged right after the build"
         for rounds in (kernel.klatsch_rounds_f32, kernel.klatsch_rounds_f64):
             rounds.argtypes = [ctypes.POINTER(Job)]
-        for quantize in (kernel.klatsch_quantize_f32, kernel.klatsch_quantize_f64):
-            quantize.argtypes = [ADDRESS, COUNT, COUNT, ADDRESS, ADDRESS]
-        for restore in (kernel.klatsch_restore_f32, kernel.klatsch_restore_f64):
-            restore.argtypes = [ADDRESS, ADDRESS, COUNT, COUNT, ADDRESS]
     except subprocess.TimeoutExpired as error:
         return f"{error.cmd[0]} took more than {error.timeout:.0f} seconds"
     except (OSError, AttributeError) as error:

@@ -1,4 +1,4 @@
-/* int8 with a scale per block of 256 numbers; the functions of channels/wire.py say the same in torch.
+/* int8 with a scale per block of 256 numbers, and int4 with one per 64; encodings.py says the same in torch.
  *
  * The file includes itself, once for float and once for double. */
 #ifndef T
@@ -6,7 +6,7 @@
 #include <stdint.h>
 #include <string.h>
 
-enum { BLOCK = 256, LARGEST = 127, EVEN = 95, OUTLIERS = 8, OUTLYING = 32, TIMES = 3 };
+enum { BLOCK = 256, LARGEST = 127, EVEN = 95, OUTLIERS = 8, OUTLYING = 32, TIMES = 3, SHORT = 64, FINEST = 7 };
 
 /* The number of steps that a code stands for in a block with outliers: 0 to 95, and then 128, 192, 256, 384, ... */
 static inline int32_t steep(int32_t code) { return code <= EVEN ? code : (2 + code % 2) << (6 + (code - EVEN - 1) / 2); }
@@ -117,6 +117,37 @@ static void NAME(restore)(const int8_t *codes, const uint16_t *scales, int64_t n
     }
 }
 
+/* n numbers to pairs of codes, 8 more than they are, and scales. */
+static void NAME(pack)(const T *v, int64_t n, uint8_t *pairs, uint16_t *scales) {
+    for (int64_t b = 0; b < n; b += SHORT, v += SHORT, pairs += SHORT / 2, scales++) {
+        const int64_t size = n - b < SHORT ? n - b : SHORT;
+        uint8_t codes[SHORT];
+        BITS top = 0;
+        for (int64_t i = 0; i < size; i++) {
+            const BITS a = NAME(bits)(v[i]) & ((BITS)-1 >> 1);
+            top = a > top ? a : top;
+        }
+        *scales = rounded((float)(NAME(number)(top) / FINEST));
+        const T step = widened(*scales), unit = step > 0 ? step : 1;
+        memset(codes, FINEST + 1, SHORT);
+        for (int64_t i = 0; i < size && step < INFINITY; i++) {
+            T q = RINT(v[i] / unit);
+            q = q < FINEST ? q : FINEST;
+            q = q > -FINEST ? q : -FINEST;
+            codes[i] = (uint8_t)((int32_t)q + FINEST + 1);
+        }
+        for (int64_t i = 0; i < size; i += 2) pairs[i / 2] = (uint8_t)(codes[i] | codes[i + 1] << 4);
+    }
+}
+
+static void NAME(unpack)(const uint8_t *pairs, const uint16_t *scales, int64_t n, T *v) {
+    for (int64_t b = 0; b < n; b += SHORT, v += SHORT, pairs += SHORT / 2, scales++) {
+        const int64_t size = n - b < SHORT ? n - b : SHORT;
+        const T scale = widened(*scales);
+        for (int64_t i = 0; i < size; i++) v[i] = (T)((pairs[i / 2] >> 4 * (i & 1) & 15) - FINEST - 1) * scale;
+    }
+}
+
 /* The same for rows of n numbers, each with blocks of its own: a simulation has many short ones. */
 void NAME(klatsch_quantize)(const T *v, int64_t rows, int64_t n, int8_t *codes, uint16_t *scales) {
     const int64_t blocks = (n + BLOCK - 1) / BLOCK;
@@ -126,5 +157,15 @@ void NAME(klatsch_quantize)(const T *v, int64_t rows, int64_t n, int8_t *codes, 
 void NAME(klatsch_restore)(const int8_t *codes, const uint16_t *scales, int64_t rows, int64_t n, T *v) {
     const int64_t blocks = (n + BLOCK - 1) / BLOCK;
     for (int64_t r = 0; r < rows; r++) NAME(restore)(codes + r * n, scales + r * blocks, n, v + r * n);
+}
+
+void NAME(klatsch_pack)(const T *v, int64_t rows, int64_t n, uint8_t *pairs, uint16_t *scales) {
+    const int64_t blocks = (n + SHORT - 1) / SHORT, bytes = (n + 1) / 2;
+    for (int64_t r = 0; r < rows; r++) NAME(pack)(v + r * n, n, pairs + r * bytes, scales + r * blocks);
+}
+
+void NAME(klatsch_unpack)(const uint8_t *pairs, const uint16_t *scales, int64_t rows, int64_t n, T *v) {
+    const int64_t blocks = (n + SHORT - 1) / SHORT, bytes = (n + 1) / 2;
+    for (int64_t r = 0; r < rows; r++) NAME(unpack)(pairs + r * bytes, scales + r * blocks, n, v + r * n);
 }
 #endif

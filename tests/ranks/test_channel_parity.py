@@ -75,7 +75,13 @@ def test_ranks_hold_as_many_copies_as_the_graph_says(optimizers):
 def _graph(name):
     kind, *words = name.split()
     late = int(words[words.index("late") + 1]) if "late" in words else 0
-    wires = {"int8": "int8", "bfloat16": "bfloat16", "topk(0.01)": "topk(0.01)", "signs.py:Signs": signs.WIRE}
+    wires = {
+        "int8": "int8",
+        "int4": "int4",
+        "bfloat16": "bfloat16",
+        "topk(0.01)": "topk(0.01)",
+        "signs.py:Signs": signs.WIRE,
+    }
     wire = wires.get(words[-1], "float32") if words else "float32"
     return tp.make(kind, SIZE, late=late, wire=wire)
 

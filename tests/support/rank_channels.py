@@ -48,7 +48,7 @@ TRAVELS = [
     {"every": every, "late": late, "wire": wire}
     for every in (1, 4)
     for late in (0, 1, 4)
-    for wire in ("float32", "bfloat16", "int8", "topk(0.1)")
+    for wire in ("float32", "bfloat16", "int8", "int4", "topk(0.1)")
 ]
 CHANGING, ROUGH = ("one_peer_exponential", "base_graph"), "bfloat16"
 
@@ -107,6 +107,7 @@ def channelled_optimizers(folder, device="cpu", batched=False):
         ("dat cta", {"wire": "int8"}),
         ("gt", {"every": 2, "late": 3, "wire": "int8"}),
         ("gt", {"wire": "int8"}),
+        ("gt", {"wire": "int4"}),
         ("dsgd", {"late": 3, "wire": "int8", "topology": "one_peer_exponential"}),
         ("dat-d2 beta", {"every": 4, "late": 3, "wire": "bfloat16"}),
         ("dsgd", {"late": 1}),

@@ -20,7 +20,7 @@ from tests.support.table import RULES as TABLE
 
 pytestmark = pytest.mark.slow
 
-LATE, EVERY, WIRES = (0, 1, 4), (1, 4), ("float32", "bfloat16", "int8", "topk(0.25)")
+LATE, EVERY, WIRES = (0, 1, 4), (1, 4), ("float32", "bfloat16", "int8", "int4", "topk(0.25)")
 CHANNELS = [(every, late, wire) for every in EVERY for late in LATE for wire in WIRES]
 ROUNDS = 12
 
@@ -93,21 +93,21 @@ def test_every_rule_gets_nearer_to_the_optimum_over_every_channel(rule):
             with pytest.raises(ValueError, match=reason):
                 run(problem, made, graph)
             continue
-        first, last = klatsch.simulate(problem, made, graph, 120, record=[1, 120], progress=False).metrics["distance"]
+        first, last = klatsch.simulate(problem, made, graph, 160, record=[1, 160], progress=False).metrics["distance"]
         assert float(last) < 0.5 * float(first), (every, late, wire, first, last)
 
 
 # --- by hand ------------------------------------------------------------------------------------------------------
 
 
-def in_127_steps(difference):
-    """What arrives of a difference (nodes, d): in each block of 256, a whole number of the largest number / 127."""
+def in_steps(difference, most, size):
+    """What arrives of a difference (nodes, d): in each block of a size, a whole number of the largest number / most."""
     arrived = np.zeros_like(difference)
     for row, out in zip(difference, arrived, strict=True):
-        for k in range(0, len(row), 256):
-            block = row[k : k + 256]
-            step = float(torch.tensor(np.abs(block).max() / 127).bfloat16()) or 1.0
-            out[k : k + 256] = np.rint(block / step).clip(-127, 127) * step
+        for k in range(0, len(row), size):
+            block = row[k : k + size]
+            step = float(torch.tensor(np.abs(block).max() / most).bfloat16()) or 1.0
+            out[k : k + size] = np.rint(block / step).clip(-most, most) * step
     return arrived
 
 
@@ -122,17 +122,23 @@ def the_largest(difference, share):
     return arrived
 
 
+ARRIVES = {
+    "int8": lambda difference: in_steps(difference, 127, 256),
+    "int4": lambda difference: in_steps(difference, 7, 64),
+    "topk(0.25)": lambda difference: the_largest(difference, 0.25),
+}
+
+
 def by_hand(graph, problem, step, fields, steps=ROUNDS):
     """The plain loop in NumPy: `step(fields, grad, pulled, t)`, where pulled(k, v) is what arrives of the k-th flow."""
     matrices = [P.toarray() for P in graph.speaking]
     flows, held = [{} for _ in range(steps + 1)], {}
 
     def encoded(k, v, P):
-        if graph.wire in ("int8", "topk(0.25)"):
+        if graph.wire in ARRIVES:
             k = k, str(P > 0)  # who hears something else holds something else
             difference = v - held.get(k, 0.0)
-            arrived = in_127_steps(difference) if graph.wire == "int8" else the_largest(difference, 0.25)
-            held[k] = held.get(k, 0.0) + arrived
+            held[k] = held.get(k, 0.0) + ARRIVES[graph.wire](difference)
             return held[k]
         return v if graph.wire == "float32" else torch.from_numpy(v).bfloat16().double().numpy()
 

@@ -105,6 +105,35 @@ def test_the_kernel_says_what_torch_says(dtype):
         assert torch.equal(restored(codes, scale, dtype), encodings._restored(codes, scale, dtype))  # bits: a copy
 
 
+@KERNEL
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_the_kernel_packs_as_torch_does(dtype):
+    v = spread((7, 1301), dtype)  # the last byte has one code
+    v[1] = 0
+    v[2, 300], v[3, 900] = torch.nan, torch.inf
+    v[4] = torch.arange(1301) * 0.5  # in the middle between two codes
+    int4 = encodings.of("int4")
+    (scales, pairs), (wanted, theirs) = int4.encode(v), encodings._packed(v)
+    assert torch.equal(scales.isfinite(), wanted.isfinite())  # bits: whole numbers
+    assert torch.equal(pairs[[0, 1, 4, 5, 6]], theirs[[0, 1, 4, 5, 6]])  # bits: whole numbers
+    torch.testing.assert_close(scales, wanted, rtol=2**-7, atol=0, equal_nan=True)  # one unit
+    again = encodings._unpacked(scales, pairs, 1301, dtype)
+    torch.testing.assert_close(int4.decode([scales, pairs], 1301, dtype), again, rtol=0, atol=0, equal_nan=True)
+
+
+def test_what_four_bits_miss_is_part_of_the_next_message():
+    """To half a code of the block of 64, and the rest soon; numbers beside a far larger one wait for one message."""
+    v = spread((1000,), torch.float64)
+    v[5] = 1e4
+    encoding, held = encodings.of("int4"), torch.zeros_like(v)
+    largest = encodings._blocks(v, 64).abs().amax(-1).repeat_interleave(64)[:1000]
+    assert ((encoding.arrives(v) - v).abs() <= largest / 14 * 1.07).all()  # its scale may be rounded down by 1 in 256
+    for _ in range(12):
+        held += encoding.arrives(v - held)
+    assert ((held - v).abs() <= 1e-9 * largest).all()
+    assert encoding.bytes(1_000_000) / 4_000_000 < 0.133
+
+
 def sorted_form(difference):
     """`quantized` by the nine largest numbers of each block, as it reads in its docstring."""
     blocks, values = encodings._blocks(difference), encodings.STEEP.to(difference.dtype)
