@@ -24,9 +24,21 @@ from klatsch.own import explained, is_own
 from klatsch.rules import anytime as averaging
 from klatsch.rules.anytime import Anytime, Averaged
 from klatsch.rules.base import PER_COLUMN, SCHEDULES, Decay, Flow, Rule, State, check_schedule, checked
-from klatsch.rules.directions import Adam, Direction, Hooked, Momentum, Muon, adam, hooked, momentum, muon, sgd
+from klatsch.rules.directions import (
+    Adam,
+    Direction,
+    Hooked,
+    Momentum,
+    Muon,
+    Outer,
+    adam,
+    hooked,
+    momentum,
+    muon,
+    outer,
+    sgd,
+)
 from klatsch.rules.names import ALIASES
-from klatsch.rules.outer import Outer, outer
 from klatsch.rules.patterns import KGT, Corrected, DecentLaM, Pattern, Plain, Push, QuasiGlobal, Tracked
 
 __all__ = ["KGT", "PER_COLUMN", "RULES", "SCHEDULES", "WHY_NOT", "Adam", "Anytime", "Averaged", "Corrected", "Decay"]
