@@ -18,8 +18,7 @@ from klatsch.rules.base import each
 from klatsch.simulation.record import Facts
 from klatsch.simulation.stack import Stack
 from klatsch.topology import Topology, make
-from klatsch.wire.carried import bare, begun_anew
-from klatsch.wire.handover import Handover, kept_copies, sponsors
+from klatsch.wire.carried import Handover, bare, begun_anew, kept_copies, sponsors
 
 Graphs = str | Callable[[int], Topology]  # the name of a topology, or a function of the number of nodes
 Event = tuple[int, str, int | Graphs]  # from this round on, "join" or "leave" and which node, or "graph" and which one
