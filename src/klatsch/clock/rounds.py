@@ -168,7 +168,7 @@ class Clock:
 
     def of_first(self, nodes: int) -> Clock:
         """The clock of the first nodes alone."""
-        return replace(self, gradient=self.times.of_first(nodes), network=self.links.of_first(nodes))
+        return replace(self, gradient=self.times.of_first(nodes), network=self.links.of(nodes))
 
     def seconds(self, rule: Rule, topology: Topology, params: int, steps: Sequence[int]) -> list[float]:
         """When all nodes have done so many rounds, in seconds.

@@ -24,8 +24,6 @@ from klatsch.columns import WeightMatrix
 
 ELEMENTWISE = (nn.ReLU, nn.Tanh, nn.Sigmoid, nn.GELU, nn.SiLU, nn.ELU, nn.LeakyReLU, nn.Softplus, nn.Identity)
 POOLS = (nn.MaxPool2d, nn.AvgPool2d)
-
-
 NORMS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
 
 
@@ -284,7 +282,9 @@ def _convolution(v: Tensor, layer: nn.Conv2d, weight: Tensor | None, bias: Tenso
         v = functional.pad(v, (layer.padding[1], layer.padding[1], 0, 0, layer.padding[0], layer.padding[0]))
     S, B, _, channels, wide = v.shape
     (high, across), (down, right), outputs = layer.kernel_size, layer.stride, layer.out_channels
-    strip = _strip((wide - across) // right + 1)  # columns of the result that are computed from one window
+    columns = (wide - across) // right + 1
+    # How many to compute from one window: narrow strips have fewer zeros in the band, wide ones copy less.
+    strip = next((size for size in (8, 7, 6, 5, 4, 3) if columns % size == 0 and size < columns), columns)
     window = (strip - 1) * right + across
     seen = v.unfold(2, high, down).unfold(4, window, strip * right)  # (S, B, rows, channels, strips, high, window)
     strips = seen.shape[4]
@@ -295,11 +295,6 @@ def _convolution(v: Tensor, layer: nn.Conv2d, weight: Tensor | None, bias: Tenso
     band = band.permute(0, 3, 2, 5, 1, 4).reshape(S, high * channels * window, outputs * strip)
     out = (flat @ band).view(S, B, -1, strips, outputs, strip).transpose(3, 4).flatten(4)
     return out if bias is None else out + bias.view(S, 1, 1, outputs, 1)  # which is compiled into what follows
-
-
-def _strip(columns: int) -> int:
-    """How many columns to compute at once: narrow strips have fewer zeros in the band, wide ones copy less."""
-    return next((size for size in (8, 7, 6, 5, 4, 3) if columns % size == 0 and size < columns), columns)
 
 
 def _shifts(strip: int, window: int, across: int, right: int, like: Tensor) -> Tensor:

@@ -24,20 +24,7 @@ from klatsch.own import explained, is_own
 from klatsch.rules import anytime as averaging
 from klatsch.rules.anytime import Anytime, Averaged
 from klatsch.rules.base import PER_COLUMN, SCHEDULES, Decay, Flow, Rule, State, check_schedule, checked
-from klatsch.rules.directions import (
-    Adam,
-    Direction,
-    Hooked,
-    Momentum,
-    Muon,
-    Outer,
-    adam,
-    hooked,
-    momentum,
-    muon,
-    outer,
-    sgd,
-)
+from klatsch.rules.directions import Adam, Direction, Hooked, Momentum, Muon, Outer
 from klatsch.rules.names import ALIASES
 from klatsch.rules.patterns import KGT, Corrected, DecentLaM, Pattern, Plain, Push, QuasiGlobal, Tracked
 
@@ -45,6 +32,9 @@ __all__ = ["KGT", "PER_COLUMN", "RULES", "SCHEDULES", "WHY_NOT", "Adam", "Anytim
 __all__ += ["DecentLaM", "Direction", "Flow", "Hooked", "Momentum", "Muon", "Outer", "Pattern", "Plain", "Push"]
 __all__ += ["QuasiGlobal", "Rule", "State", "Tracked", "adam", "averaging", "check_schedule", "hooked", "kind"]
 __all__ += ["make", "momentum", "muon", "options", "outer", "sgd"]
+
+# As in rules.Plain(0.1, rules.momentum(0.9), outer=rules.outer(0.7, 0.9)), or rules.sgd().
+sgd, momentum, hooked, adam, muon, outer = Momentum, Momentum, Hooked, Adam, Muon, Outer
 
 PATTERNS: dict[str, type[Rule]] = {
     part.short: part for part in (Plain, Corrected, Tracked, Push, DecentLaM, QuasiGlobal, KGT)

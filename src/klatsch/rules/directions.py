@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Self
 
@@ -23,12 +24,17 @@ class Direction:
 
     short: ClassVar[str] = ""  # its name as a part, if not that of its class
     graph: ClassVar[str] = "base_graph"  # on which it does best, if its pattern takes graphs that change
-    gossips: str = ""  # the option that makes it gossip, if it does
+    shared: bool | str = False  # whether it gossips, and what
     travels: tuple[str, ...] = ()  # fields of its state that gossip beside the iterate, in its message
     decays: bool = False  # whether it needs the query point, as s["query"]
     ignores_scale: bool = False  # whether a factor on all gradients of a node changes nothing
     needs_shapes: bool = False  # whether it needs whole vectors, and `matrices`
     matrices: tuple[WeightMatrix, ...] = ()  # among the parameters, which engines set
+
+    @property
+    def gossips(self) -> str:
+        """The option that makes it gossip, if it does."""
+        return "shared" if self.shared else ""
 
     def init(self, x: Tensor) -> State:
         """Its part of the state."""
@@ -65,10 +71,6 @@ class Momentum(Direction):
             raise ValueError(f"shared = {self.shared!r} with momentum = 0: nothing to share; give a momentum")
 
     @property
-    def gossips(self) -> str:  # type: ignore[override]
-        return "shared" if self.shared else ""
-
-    @property
     def travels(self) -> tuple[str, ...]:  # type: ignore[override]
         return ("m",) if self.shared is True else ()
 
@@ -87,9 +89,6 @@ class Momentum(Direction):
         if self.shared == "first":
             (m,) = flow.mix(m)
         return m, {"m": m}
-
-
-sgd = momentum = Momentum  # as in rules.Plain(0.1, rules.momentum(0.9)), or rules.sgd()
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,7 +116,7 @@ class Hooked(Momentum):
     shared: bool | str = field(default=False, init=False)
     hook: str = "fp16"
     short: ClassVar[str] = "hooked"
-    gossips = "hook"
+    gossips = "hook"  # type: ignore[assignment]
     graph = "complete"
 
     def __post_init__(self) -> None:
@@ -191,9 +190,6 @@ class Hooked(Momentum):
         return numbers.view(*vector.shape[:-1], rows, self.rank)
 
 
-hooked = Hooked
-
-
 @dataclass(frozen=True, eq=False)
 class Adam(Direction):
     """Steps of one size in every coordinate, whatever the size of its gradients: AdamW.
@@ -240,10 +236,6 @@ class Adam(Direction):
             raise ValueError(f"shared = {self.shared!r}; give true to gossip gradients first, false, or {self.also}")
 
     @property
-    def gossips(self) -> str:  # type: ignore[override]
-        return "shared" if self.shared else ""
-
-    @property
     def decays(self) -> bool:  # type: ignore[override]
         return not is_zero(self.weight_decay)
 
@@ -267,9 +259,6 @@ class Adam(Direction):
             kept["m"] = blend(grad, s["m"], self.beta1)
         step = normalised(kept.get("m", grad), kept["v"], self.beta1, self.beta2, self.eps, t)
         return (step + self.weight_decay * s["query"] if self.decays else step), kept
-
-
-adam = Adam
 
 
 @dataclass(frozen=True, eq=False)
@@ -336,7 +325,10 @@ class Muon(Adam):
         m, v = blend(grad, s["m"], beta1), blend(grad * grad, s["v"], self.beta2)
         step = self.adam_lr * normalised(m, v, beta1, self.beta2, self.eps, t)
         ahead = m + self.momentum * (m - s["m"]) if self.nesterov else m
-        for alike in self._alike():
+        by_shape = defaultdict[tuple[int, ...], list[WeightMatrix]](list)
+        for matrix in self.matrices:  # one product takes those of one shape together
+            by_shape[tuple(sorted((matrix.outputs, matrix.inputs)))].append(matrix)
+        for alike in by_shape.values():
             stacked = torch.stack([matrix.wide(ahead) for matrix in alike])
             for matrix, made in zip(alike, orthogonal(stacked), strict=True):
                 matrix.wide(step).copy_(self._scale(matrix) * made)
@@ -344,20 +336,10 @@ class Muon(Adam):
             step = step + self.weight_decay * (outside * self.adam_lr + inside) * s["query"]
         return step, {"m": m, "v": v}
 
-    def _alike(self) -> list[list[WeightMatrix]]:
-        """The matrices by their shape, since one product takes those of one shape together."""
-        by_shape: dict[tuple[int, ...], list[WeightMatrix]] = {}
-        for matrix in self.matrices:
-            by_shape.setdefault(tuple(sorted((matrix.outputs, matrix.inputs))), []).append(matrix)
-        return [*by_shape.values()]
-
     def _scale(self, matrix: WeightMatrix) -> float:
         if self.adjust_lr == "original":
             return math.sqrt(max(1.0, matrix.outputs / matrix.inputs))
         return 0.2 * math.sqrt(max(matrix.outputs, matrix.inputs))
-
-
-muon = Muon
 
 
 @dataclass(frozen=True, eq=False)
@@ -420,9 +402,6 @@ class Outer:
         talks = 1.0 - flow.silent
         fields = {"w": (mixed, anchor), "anchor": (s["anchor"], anchor), "last": (s["last"], looks)}
         return {name: blend(old, new, talks) for name, (old, new) in fields.items()}
-
-
-outer = Outer  # as in rules.Plain(0.1, outer=rules.outer(0.7, 0.9))
 
 
 def normalised(m: Tensor, v: Tensor, beta1: Number, beta2: Number, eps: Number, t: int) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 from klatsch import columns
 from klatsch.columns import Given, Number, WeightMatrix
 from klatsch.rules.base import Flow, Rule, State, Tensors, blend, descend, joined, learning_rate, of, share
-from klatsch.rules.directions import Direction, Hooked, Outer, is_zero, sgd
+from klatsch.rules.directions import Direction, Hooked, Momentum, Outer, is_zero
 
 if TYPE_CHECKING:
     from klatsch.topology import Topology
@@ -30,7 +30,7 @@ class Pattern(Rule):
     """
 
     lr: Given
-    direction: Direction = field(default_factory=sgd)
+    direction: Direction = field(default_factory=Momentum)
     outer: Outer | None = field(default=None, kw_only=True)
     decays, ignores_scale = of("direction.decays"), of("direction.ignores_scale")
     needs_shapes = of("direction.needs_shapes")
@@ -98,9 +98,16 @@ class Pattern(Rule):
                 f"{name or self.name} on {graph.name}: a hook compresses an all-reduce of gradients in every round; "
                 "use complete, or another rule with wire = 'int8' on graphs with neighbours"
             )
-        if self.outer:
-            needs_flows_in_time(graph, name or self.name, self.outer.outer_momentum)
-            needs_little_momentum(graph, name or self.name, self.outer.outer_momentum)
+        if not self.outer:
+            return
+        needs_flows_in_time(graph, name or self.name, self.outer.outer_momentum)
+        most, limit = _largest(self.outer.outer_momentum), graph.momentum_limit
+        if most and limit is not None and most > limit:
+            raise ValueError(
+                f"{name or self.name} on {graph.name}: outer_momentum = {most:g}, and disagreement grows by itself "
+                f"from {limit:g} up; use at most that, or a static symmetric graph such as ring, or allow it with "
+                "any_graph=True (--any-graph)"
+            )
 
 
 @dataclass(frozen=True, eq=False)
@@ -425,16 +432,6 @@ def needs_static_symmetric(graph: Topology, rule: str) -> None:
             f"{rule} on {graph.name}: the graph is {reason}, and {rule} needs one symmetric matrix for all rounds; "
             "use a static graph such as ring or torus, or another rule such as dat or gt, "
             "or allow it with any_graph=True (--any-graph)"
-        )
-
-
-def needs_little_momentum(graph: Topology, rule: str, momentum: Number) -> None:
-    """Refuse an outer momentum under which disagreement grows by itself."""
-    most = _largest(momentum)
-    if most and (limit := graph.momentum_limit) is not None and most > limit:
-        raise ValueError(
-            f"{rule} on {graph.name}: outer_momentum = {most:g}, and disagreement grows by itself from {limit:g} up; "
-            "use at most that, or a static symmetric graph such as ring, or allow it with any_graph=True (--any-graph)"
         )
 
 

@@ -53,11 +53,9 @@ class Roster:
             )
         graph_of = cache(_graph)
         self.graphs = [graph_of(shift.graphs or graphs, len(shift.members)) for shift in self.shifts]
-        if any(shift.graphs for shift in self.shifts):
-            self._check_fields()
-
-    def _check_fields(self) -> None:
-        """Refuse graphs on which the rule keeps other vectors: nobody could say what they begin with."""
+        if not any(shift.graphs for shift in self.shifts):
+            return
+        # On another graph the rule may keep other vectors, and nobody could say what they begin with.
         kept = [{name for name in self.stack(k).start if "@" not in name} for k in range(len(self.shifts))]
         for graph, before, after in zip(self.graphs[1:], kept, kept[1:], strict=False):
             if others := ", ".join(sorted(before ^ after)):

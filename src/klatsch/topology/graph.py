@@ -24,11 +24,11 @@ from klatsch.topology.matrix import (
     SUM_TOLERANCE,
     Matrix,
     canonical,
-    check_averaging,
     check_connected,
     check_matrices,
     even,
     identity,
+    is_averaging,
     lossy,
     mapped,
     metropolis_hastings,
@@ -90,8 +90,9 @@ class Topology:
         channels.check_wire(self.name, self.wire, drawn=self.shuffle is not None)
         loss = channels.check_loss(self.name, self.loss, self.one_way, self.wire)
         all_reduce = bool(self.all_reduce) and not (late or self.wire != channels.AS_THEY_ARE or loss)
-        if all_reduce:
-            check_averaging(self.name, matrices[every - 1 :: every])
+        if all_reduce and not all(map(is_averaging, matrices[every - 1 :: every])):
+            weights = f"give every weight as 1 / {matrices[0].shape[0]}"
+            raise ValueError(f"{self.name} with all_reduce = True: {weights}, or leave all_reduce out")
         for P in matrices:
             for part in (P.data, P.indices, P.indptr):
                 part.flags.writeable = False
@@ -165,6 +166,10 @@ class Topology:
     def audience(self, t: int) -> int:
         """The number of who hears whom in round t, or in the next one in which nodes talk."""
         return self.audiences[self._phase(t) // self.every]
+
+    @cached_property
+    def _transposed(self) -> tuple[Matrix, ...]:
+        return tuple(mapped(self.matrices, lambda P: canonical(P.T, self.name)))
 
     @cached_property
     def copies(self) -> int:
@@ -351,10 +356,6 @@ class Topology:
         second = max(0.0, np.square(matrices[0].data).sum() - 1) / (self.size - 1)
         return (even(self.size, 1 + (self.size - 1) * math.sqrt(second)),)
 
-    @cached_property
-    def _transposed(self) -> tuple[Matrix, ...]:
-        return tuple(mapped(self.matrices, lambda P: canonical(P.T, self.name)))
-
     def _others(self, matrices: tuple[Matrix, ...], i: int, t: int) -> NDArray[np.int64]:
         """The columns of node i's row in round t, without i."""
         i, P = whole(i, f"{self.name}: node", 0, self.size - 1), matrices[self._phase(t)]
@@ -500,17 +501,23 @@ def channel(
         communication", 2019, Algorithm 1, for differences and the largest of them.
     """
     check_topology("channel", topology)
-    seldom = _every(topology, every)
+    seldom, speaking = topology, topology.speaking
+    between = channels.rounds_between(channels.rounds_between(every) * topology.every, len(speaking))
+    if between != topology.every:
+        matrices = [identity(topology.size)] * (between * len(speaking))
+        matrices[between - 1 :: between] = speaking
+        name = topology.name.removesuffix(f"/{topology.every}") if topology.every > 1 else topology.name
+        seldom = replace(topology, name=f"{name}/{between}", matrices=tuple(matrices), every=between)
     late = channels.rounds_late(late)
     if topology.late and (late or seldom.every > topology.every):
         raise ValueError(f"{topology.name} is late already; give every and late together, to a graph without")
     if late:
-        matrices = _respoken(seldom, lambda P: _damped(seldom, P, late))
-        seldom = replace(seldom, name=f"{seldom.name} late {late}", matrices=matrices, late=late)
+        damped = _respoken(seldom, partial(_damped, seldom, late // seldom.every))
+        seldom = replace(seldom, name=f"{seldom.name} late {late}", matrices=damped, late=late)
     channels.check_wire(seldom.name, wire, drawn=seldom.shuffle is not None)
     if wire != seldom.wire:
-        matrices = _respoken(seldom, partial(_encodable, channels.encoding(wire)))
-        seldom = replace(seldom, name=f"{seldom.name} {own.label(wire)}", matrices=matrices, wire=wire)
+        fitted = _respoken(seldom, partial(_encodable, channels.encoding(wire)))
+        seldom = replace(seldom, name=f"{seldom.name} {own.label(wire)}", matrices=fitted, wire=wire)
     if loss or one_way:
         ways = " one way" * bool(one_way)
         seldom = replace(seldom, name=f"{seldom.name} loss {loss}{ways}", loss=loss, one_way=one_way)
@@ -523,17 +530,6 @@ def every(topology: Topology, H: int) -> Topology:
     return channel(topology, every=H)
 
 
-def _every(topology: Topology, H: int) -> Topology:
-    rounds_between, speaking = channels.rounds_between, topology.speaking
-    between = rounds_between(rounds_between(H) * topology.every, len(speaking))
-    if between == topology.every:
-        return topology
-    name = topology.name.removesuffix(f"/{topology.every}") if topology.every > 1 else topology.name
-    matrices = [identity(topology.size)] * (between * len(speaking))
-    matrices[between - 1 :: between] = speaking
-    return replace(topology, name=f"{name}/{between}", matrices=tuple(matrices), every=between)
-
-
 def _respoken(topology: Topology, change: Callable[[Matrix], Matrix]) -> tuple[Matrix, ...]:
     """The matrices of a graph with those of rounds with gossip changed."""
     matrices = list(topology.matrices)
@@ -541,16 +537,20 @@ def _respoken(topology: Topology, change: Callable[[Matrix], Matrix]) -> tuple[M
     return tuple(matrices)
 
 
-def _damped(topology: Topology, P: Matrix, late: int) -> Matrix:
-    """The matrix with weights small enough for pulls that arrive when `k` newer values are on their way.
+def _damped(topology: Topology, k: int, P: Matrix) -> Matrix:
+    """The matrix with weights small enough for pulls that arrive when k newer values are on their way.
 
     A mode of the disagreement follows v <- v - mu v_k, with the v of k mixes ago and mu an eigenvalue of I - P. It dies
     out if mu < 2 sin(pi / (4 k + 2)) (Levin and May 1976); half of that leaves room for rules that look back.
     """
-    k, top, itself = late // topology.every, _largest(topology, P), identity(topology.size)
-    if k == 0 or top <= 0:
+    if k == 0:
         return P
-    limit = math.sin(math.pi / (4 * k + 2))
+    # The largest eigenvalue of I - P, or a bound on it (Gershgorin's).
+    exact = topology.symmetric and not topology.changes
+    top = 1.0 - topology.smallest_eigenvalue if exact else 2.0 * float(1.0 - P.diagonal().min())
+    if top <= 0:
+        return P
+    itself, limit = identity(topology.size), math.sin(math.pi / (4 * k + 2))
     return canonical(itself + min(1.0, limit / top) * (P - itself), topology.name)
 
 
@@ -583,13 +583,6 @@ def _short(bits: int, P: Matrix) -> Matrix:
     own = 1.0 - links.sum(axis=1)
     even = np.allclose(links.sum(axis=0), links.sum(axis=1), rtol=0, atol=SUM_TOLERANCE)
     return csr_array(links + diags_array(own)) if even else P
-
-
-def _largest(topology: Topology, P: Matrix) -> float:
-    """The largest eigenvalue of I - P, or a bound on it (Gershgorin's)."""
-    if topology.symmetric and not topology.changes:
-        return 1.0 - topology.smallest_eigenvalue
-    return 2.0 * float(1.0 - P.diagonal().min())
 
 
 def check_topology(taker: str, topology: object) -> None:

@@ -213,13 +213,6 @@ def is_averaging(P: Matrix) -> bool:
     return bool(P.nnz == size**2 and np.abs(P.data - 1 / size).max() <= ROUNDING)
 
 
-def check_averaging(name: str, matrices: Sequence[Matrix]) -> None:
-    """Refuse an all-reduce that does not give every node the exact mean."""
-    if not all(map(is_averaging, matrices)):
-        size = matrices[0].shape[0]
-        raise ValueError(f"{name} with all_reduce = True: give every weight as 1 / {size}, or leave all_reduce out")
-
-
 def _settles(matrices: Sequence[Matrix]) -> bool:
     """Whether the product over a period is primitive: all its eigenvalues but the 1 lie inside the circle.
 
