@@ -370,11 +370,11 @@ class Clock:
         everyone = np.arange(nodes)
         rate, latency = self._between(everyone, np.roll(everyone, -1), "an all-reduce along a ring", nodes)
         busy = self.per_message + size / nodes / rate
-        here, free = np.zeros(nodes), np.zeros(nodes)  # when a node has its next piece, and its link is free
+        ready, idle = np.zeros(nodes), np.zeros(nodes)  # when a node has its next piece, and its link is free
         for _ in range(2 * (nodes - 1)):
-            free = np.maximum(here, free) + busy
-            here = np.roll(free + latency, 1)
-        return float(here.max())
+            idle = np.maximum(ready, idle) + busy
+            ready = np.roll(idle + latency, 1)
+        return float(ready.max())
 
     def _by_halves(self, nodes: int, size: float) -> float:
         """Seconds of an all-reduce by halving and doubling: partners twice as far in every step, for half the bytes.

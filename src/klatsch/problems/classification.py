@@ -166,7 +166,6 @@ class FashionMNIST(ImageClassification):
 
     @staticmethod
     def dim_of(nodes: int, **_: object) -> int:
-        """The number of parameters of a LeNet."""
         with torch.device("meta"):  # no memory, no random numbers
             return sum(parameter.numel() for parameter in lenet().parameters())
 

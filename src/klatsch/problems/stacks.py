@@ -189,18 +189,18 @@ Values = dict[str, Tensor]
 
 def _layers(module: nn.Module) -> Layers | None:
     """The layers of a plain chain of known ones, first on images, then on vectors; None for other models."""
-    found = _listed(module, "")
+    layers = _listed(module, "")
     named = {name for name, _ in module.named_parameters()}  # tied ones have one name only
     if not all(
-        _known(layer) and {f"{name}.{p}" for p, _ in layer.named_parameters()} <= named for name, layer in found
+        _known(layer) and {f"{name}.{p}" for p, _ in layer.named_parameters()} <= named for name, layer in layers
     ):
         return None
-    flat = [k for k, (_, layer) in enumerate(found) if isinstance(layer, nn.Flatten)]
-    spatial = [k for k, (_, layer) in enumerate(found) if isinstance(layer, (nn.Conv2d, nn.GroupNorm, *POOLS))]
-    linear = [k for k, (_, layer) in enumerate(found) if isinstance(layer, nn.Linear)]
+    flat = [k for k, (_, layer) in enumerate(layers) if isinstance(layer, nn.Flatten)]
+    spatial = [k for k, (_, layer) in enumerate(layers) if isinstance(layer, (nn.Conv2d, nn.GroupNorm, *POOLS))]
+    linear = [k for k, (_, layer) in enumerate(layers) if isinstance(layer, nn.Linear)]
     if not flat or any(k > flat[0] for k in spatial) or any(k < flat[0] for k in linear):
         return None
-    return [pair for k, pair in enumerate(found) if k not in flat[1:]]  # vectors are flat already
+    return [pair for k, pair in enumerate(layers) if k not in flat[1:]]  # vectors are flat already
 
 
 def _listed(module: nn.Module, prefix: str) -> Layers:

@@ -79,7 +79,6 @@ class Momentum(Direction):
         return {} if is_zero(self.momentum) else {"m": x * 0.0}
 
     def __call__(self, s: State, grad: Tensor, flow: Flow, t: int) -> tuple[Tensor, State]:
-        """The momentum."""
         if "m" not in s:
             return grad, {}
         if isinstance(grad, Tensor) and isinstance(self.momentum, float):
@@ -152,7 +151,6 @@ class Hooked(Momentum):
         return super().init(x) | {"e": x * 0.0, "q": x * 0.0 + q.to(x)}
 
     def __call__(self, s: State, grad: Tensor, flow: Flow, t: int) -> tuple[Tensor, State]:
-        """The momentum of the mean gradient."""
         if self.rank:
             mean, kept = self._low(s, grad + s["e"], flow)
         else:
@@ -248,7 +246,6 @@ class Adam(Direction):
         return ({} if is_zero(self.beta1) else {"m": x * 0.0}) | {"v": x * 0.0}
 
     def __call__(self, s: State, grad: Tensor, flow: Flow, t: int) -> tuple[Tensor, State]:
-        """The normalised gradient."""
         v = s["v"]
         if self.shared is True:
             (grad,) = flow.mix(grad)
@@ -387,7 +384,6 @@ class Outer:
         return {"anchor": x, "last": x}
 
     def on(self, graph: Topology) -> Self:
-        """The step on a graph."""
         return columns.replaced(self, together=graph.all_reduce)
 
     def proposal(self, s: State, u: Tensor, flow: Flow) -> Tensor:

@@ -128,9 +128,9 @@ def shifts(crew: Sequence[Event], nodes: int, steps: int) -> list[Shift]:
             if not isinstance(node, int):
                 graphs = node
                 continue
-            there = [*members, *newcomers]
-            if (node in there) == (kind == "join"):
-                state, remedy = ("already there", "leave") if node in there else ("not there", "join")
+            takes_part = node in members or node in newcomers
+            if takes_part == (kind == "join"):
+                state, remedy = ("already there", "leave") if takes_part else ("not there", "join")
                 raise ValueError(
                     f"crew: node {node} is to {kind} in round {start}, but is {state}; let it {remedy} first"
                 )

@@ -403,22 +403,19 @@ def from_networkx(
         nodes = sorted(nodes)  # type: ignore[type-var]
     directed, loops = graph.is_directed(), sorted(map(repr, nx.nodes_with_selfloops(graph)))
     simple = f"nx.{'DiGraph' if directed else 'Graph'}(graph)"
-    for wrong, reason in (
-        (not nodes, "the graph has no nodes; give at least one"),
-        (graph.is_multigraph(), f"the graph is a multigraph; merge parallel edges first, for example with {simple}"),
-        (
-            loops,
-            f"node {''.join(loops[:1])} has a self-loop; remove it, for example with graph.remove_edges_from("
-            "nx.selfloop_edges(graph)): its self-weight is what its links leave of 1",
-        ),
-        (
-            directed and weight is None and stochastic != "columns",
-            "the graph is directed, and Metropolis–Hastings weights need an undirected one; take "
-            'graph.to_undirected(), give weight="ATTRIBUTE", or stochastic="columns" for push-sum',
-        ),
-    ):
-        if wrong:
-            raise ValueError(f"{name}: {reason}")
+    reason = ""
+    if not nodes:
+        reason = "the graph has no nodes; give at least one"
+    elif graph.is_multigraph():
+        reason = f"the graph is a multigraph; merge parallel edges first, for example with {simple}"
+    elif loops:
+        remedy = "remove it, for example with graph.remove_edges_from(nx.selfloop_edges(graph))"
+        reason = f"node {loops[0]} has a self-loop; {remedy}: its self-weight is what its links leave of 1"
+    elif directed and weight is None and stochastic != "columns":
+        remedy = 'take graph.to_undirected(), give weight="ATTRIBUTE", or stochastic="columns" for push-sum'
+        reason = f"the graph is directed, and Metropolis–Hastings weights need an undirected one; {remedy}"
+    if reason:
+        raise ValueError(f"{name}: {reason}")
     P = _matrix(graph, nodes, weight, stochastic, name)
     check_connected(name, (P,), label=lambda i: repr(nodes[i]))
     return Topology(name, (P,), stochastic)
