@@ -420,15 +420,15 @@ class Schedule(Generic[Round]):
 
     def round(self, t: int) -> Round:
         """What happens in round t."""
-        return self._until(t)[t - 1][0]
+        return self._at(t)[0]
 
     def seconds(self, t: int) -> float:
         """When round t is over."""
-        return self._until(t)[t - 1][1]
+        return self._at(t)[1]
 
-    def _until(self, t: int) -> list[tuple[Round, float]]:
+    def _at(self, t: int) -> tuple[Round, float]:
         self._rounds += islice(self._coming, max(0, t - len(self._rounds)))
-        return self._rounds
+        return self._rounds[t - 1]
 
 
 class Pairwise(Schedule[list[Meeting]]):

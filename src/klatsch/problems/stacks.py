@@ -233,12 +233,14 @@ def grouped(layers: Layers, values: Values, images: Tensor) -> Tensor:
     v = images.transpose(0, 1).flatten(1, 2)
     for name, layer in layers:
         weight, bias = values.get(f"{name}.weight"), values.get(f"{name}.bias")
+        flat = bias if bias is None else bias.reshape(-1)
         if isinstance(layer, nn.Conv2d):
             assert weight is not None
             kernels = weight.reshape(-1, *layer.weight.shape[1:])
-            v = functional.conv2d(v, kernels, _row(bias), layer.stride, layer.padding, groups=S)
+            v = functional.conv2d(v, kernels, flat, layer.stride, layer.padding, groups=S)
         elif isinstance(layer, nn.GroupNorm):
-            v = functional.group_norm(v, S * layer.num_groups, _row(weight), _row(bias), layer.eps)
+            factors = weight if weight is None else weight.reshape(-1)
+            v = functional.group_norm(v, S * layer.num_groups, factors, flat, layer.eps)
         elif isinstance(layer, nn.Flatten):
             v = v.reshape(B, S, -1).transpose(0, 1)
         elif isinstance(layer, nn.Linear):
@@ -332,7 +334,3 @@ def _linear(v: Tensor, layer: nn.Linear, weight: Tensor | None, bias: Tensor | N
     assert weight is not None
     matrix = weight.view(-1, layer.out_features, layer.in_features).mT
     return v @ matrix if bias is None else torch.baddbmm(bias[:, None], v, matrix)
-
-
-def _row(parameter: Tensor | None) -> Tensor | None:
-    return None if parameter is None else parameter.reshape(-1)

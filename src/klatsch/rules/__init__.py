@@ -61,10 +61,10 @@ class Product:
 
     def __init__(self, parts: str, defaults: Mapping[str, object] = MappingProxyType({}), line: str = "") -> None:
         pattern, *others = parts.split("+")
-        self.__doc__, self.pattern, self.anytime = line, PATTERNS.get(pattern, Rule), others[-1:] == ["anytime"]
+        ending = others.pop() if others[-1:] in ([Anytime.short], [Averaged.short]) else ""
+        self.__doc__, self.pattern, self.anytime = line, PATTERNS.get(pattern, Rule), ending == Anytime.short
         # Without an average, the option `average` puts one around the rest.
-        defaults = {"average": "constant" if others[-1:] == [Averaged.short] else None} | dict(defaults)
-        others = others[:-1] if others[-1:] in (["anytime"], [Averaged.short]) else others
+        defaults = {"average": "constant" if ending == Averaged.short else None} | dict(defaults)
         self.direction: type[Direction] | None = Momentum if issubclass(self.pattern, Pattern) else None
         if self.direction and others and others[0] in DIRECTIONS:
             self.direction = DIRECTIONS[others.pop(0)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from itertools import count
 
 import torch
@@ -17,7 +17,6 @@ from torch import Tensor
 
 from klatsch import encodings
 from klatsch.columns import Number
-from klatsch.encodings import Encoding
 from klatsch.rules import Flow, Rule, State
 from klatsch.rules.base import Tensors, of
 from klatsch.topology import Topology
@@ -51,11 +50,6 @@ class Carried(Rule):
     audiences: tuple[int, ...] = ()  # of the graph, where nodes hold copies of what their neighbours have said
     stale: bool = False
 
-    @cached_property
-    def encoding(self) -> Encoding:
-        """How numbers travel."""
-        return encodings.of(self.wire)
-
     name = of("rule.name")
     iterate, query, output = of("rule.iterate"), of("rule.query"), of("rule.output")
 
@@ -73,18 +67,18 @@ class Carried(Rule):
 
     def update(self, s: State, grad: Tensor, flow: Flow, t: int, lr: Number) -> State:
         kept: State = {name: v for name, v in s.items() if name.startswith("held@")}
-        calls = count()
+        calls, encoding = count(), encodings.of(self.wire)
 
         def sent(place: str, v: Tensor) -> Tensor:
             """What neighbours know of v after this round."""
             # First: the fused engine traces late flows with symbols, which have no shape.
             if self.wire == "float32" or v.shape[-1] != grad.shape[-1]:
                 return v
-            if not self.encoding.remembers:
-                return self.encoding.arrives(v)
+            if not encoding.remembers:
+                return encoding.arrives(v)
             copy = f"held@{place}.{flow.audience}"
             if not flow.silent:
-                kept[copy] = s[copy] + self.encoding.arrives(v - s[copy])
+                kept[copy] = s[copy] + encoding.arrives(v - s[copy])
             return kept[copy]
 
         def queue(place: str, last: Tensor) -> list[Tensor]:
