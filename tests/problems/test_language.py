@@ -229,7 +229,7 @@ def test_the_standard_library_needs_no_download():
     parts = {part for file in prediction._read(None, "*.py") for part in file.path.parts}
     assert {"argparse.py", "json", "email"} <= parts
     assert not parts & {"test", "tests", "site-packages"}
-    assert Language.content() == prediction.content(None, "*.py") != Language.content(pattern="a*.py")
+    assert Language.content() == Language.content(None, "*.py") != Language.content(pattern="a*.py")
     assert problem.dim == Language.dim_of(3, context=64, width=8, depth=1)
     assert Language.dim_of(8) == 380_928
 

@@ -564,16 +564,15 @@ def scheduled(rule: Rule, topology: Topology, params: int, meets: str) -> Pairwi
 def talk_of(rule: Rule, topology: Topology, params: int = FEW) -> Talk:
     """What nodes say to each other."""
     channel = topology.every, topology.late, topology.wire, topology.all_reduce
-    links = mapped(topology.speaking, _links)
+
+    def ends(P: Matrix) -> tuple[Nodes, Nodes]:
+        """Senders and receivers."""
+        hearer, heard = (each.astype(np.int64) for each in P.tocoo().coords)
+        return heard[heard != hearer], hearer[heard != hearer]
+
+    links = mapped(topology.speaking, ends)
     hooked = float(rule.hook.bytes(params)) if rule.hook else None
     return Talk(topology.name, topology.size, *channel, messages_of(rule, params), links, topology.shuffle, hooked)
-
-
-def _links(P: Matrix) -> tuple[Nodes, Nodes]:
-    """Senders and receivers."""
-    links = P.tocoo()
-    apart = links.coords[0] != links.coords[1]
-    return links.coords[1][apart].astype(np.int64), links.coords[0][apart].astype(np.int64)
 
 
 def messages_of(rule: Rule, params: int = FEW) -> list[Sending]:

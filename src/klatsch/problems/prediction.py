@@ -66,15 +66,6 @@ class Windows(NamedTuple):
     held_out: Tensor
 
 
-def content(folder: str | Path | None, pattern: str) -> str:
-    """SHA-256 of the files that `load` reads, with their names."""
-    hashed = hashlib.sha256()
-    for path, data in _read(folder, pattern):
-        hashed.update(f"{path.as_posix()}\0{len(data)}\0".encode())
-        hashed.update(data)
-    return hashed.hexdigest()
-
-
 def library() -> Path:
     """Where the source of Python's standard library is."""
     return Path(sysconfig.get_paths()["stdlib"])
@@ -276,7 +267,7 @@ class Language(Sharded):
         self.data = windows._replace(held_out=windows.held_out[some])
         self.fresh, self.dim = self.gpt.start(seed), self.gpt.dim
         self.matrices = self.gpt.matrices
-        self._seal(content(folder, pattern), len(self.data.held_out))
+        self._seal(self.content(folder, pattern), len(self.data.held_out))
 
     @classmethod
     def check(cls, nodes: int, **options: Any) -> None:
@@ -297,8 +288,12 @@ class Language(Sharded):
 
     @staticmethod
     def content(folder: str | Path | None = None, pattern: str = "*.py", **_: object) -> str:
-        """SHA-256 of the text, which is another one with every version of Python."""
-        return content(folder, pattern)
+        """SHA-256 of the files, with their names; Python's own are others with every version."""
+        hashed = hashlib.sha256()
+        for path, data in _read(folder, pattern):
+            hashed.update(f"{path.as_posix()}\0{len(data)}\0".encode())
+            hashed.update(data)
+        return hashed.hexdigest()
 
     @classmethod
     def dim_of(cls, nodes: int, **options: Any) -> int:

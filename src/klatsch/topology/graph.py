@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.sparse import csr_array, diags_array
+from scipy.sparse import csr_array, diags_array, issparse
 
 from klatsch import own
 from klatsch.arguments import number, whole
@@ -26,6 +26,7 @@ from klatsch.topology.matrix import (
     canonical,
     check_connected,
     check_matrices,
+    depth,
     even,
     identity,
     is_averaging,
@@ -34,7 +35,6 @@ from klatsch.topology.matrix import (
     metropolis_hastings,
     moved,
     places,
-    split_rounds,
     sums_to_one,
     with_self_weights,
 )
@@ -375,7 +375,11 @@ def from_matrices(
 
     The other arguments are those of `Topology`.
     """
-    return Topology(name, tuple(split_rounds(matrices)), stochastic, all_reduce=all_reduce)
+    if isinstance(matrices, Iterator):
+        matrices = list(matrices)
+    sparse = isinstance(matrices, list | tuple) and (not matrices or issparse(matrices[0]))
+    rounds = matrices if sparse or depth(matrices) == 3 else [matrices]
+    return Topology(name, tuple(rounds), stochastic, all_reduce=all_reduce)  # type: ignore[arg-type]
 
 
 def from_networkx(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
@@ -120,17 +120,10 @@ def exact_weights(P: Matrix, dtype: torch.dtype, by_rows: bool = True) -> tuple[
 # --- checks ---------------------------------------------------------------------------------------------------------
 
 
-def split_rounds(matrices: Any) -> list[Any]:
-    """The matrices of all rounds, from one matrix or a list of them."""
-    if isinstance(matrices, Iterator):
-        matrices = list(matrices)
-    several = isinstance(matrices, list | tuple) and (not matrices or issparse(matrices[0]))
-    return list(matrices) if several or _depth(matrices) == 3 else [matrices]
-
-
-def _depth(rows: Any) -> int:
+def depth(rows: Any) -> int:
+    """How many axes an array or a nested list has, which may be ragged."""
     if isinstance(rows, list | tuple):
-        return 1 + (_depth(rows[0]) if rows else 0)
+        return 1 + (depth(rows[0]) if rows else 0)
     return np.ndim(rows)
 
 
