@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -460,8 +460,8 @@ def lazy(topology: Topology) -> Topology:
     """The same graph with (I + P) / 2: half as fast, but no eigenvalue below 0 (what D2 wants on an even ring)."""
     check_topology("lazy", topology)
     itself = identity(topology.size)
-    matrices = _respoken(topology, lambda P: canonical((itself + P) / 2.0, topology.name))
-    return replace(topology, name=f"lazy {topology.name}", matrices=matrices, all_reduce=False)
+    halved = mapped(topology.speaking, lambda P: (itself + P) / 2.0)
+    return _rewritten(topology, f"lazy {topology.name}", halved, topology.every, all_reduce=False)
 
 
 def channel(
@@ -502,27 +502,27 @@ def channel(
         communication", 2019, Algorithm 1, for differences and the largest of them.
     """
     check_topology("channel", topology)
-    seldom, speaking = topology, topology.speaking
-    between = channels.rounds_between(channels.rounds_between(every) * topology.every, len(speaking))
-    if between != topology.every:
-        matrices = [identity(topology.size)] * (between * len(speaking))
-        matrices[between - 1 :: between] = speaking
-        name = topology.name.removesuffix(f"/{topology.every}") if topology.every > 1 else topology.name
-        seldom = replace(topology, name=f"{name}/{between}", matrices=tuple(matrices), every=between)
+    speaking: Sequence[Matrix] = topology.speaking
+    name, between = topology.name, channels.rounds_between(every) * topology.every
+    if channels.rounds_between(between, len(speaking)) != topology.every:
+        name = f"{name.removesuffix(f'/{topology.every}') if topology.every > 1 else name}/{between}"
     late = channels.rounds_late(late)
-    if topology.late and (late or seldom.every > topology.every):
+    if topology.late and (late or between > topology.every):
         raise ValueError(f"{topology.name} is late already; give every and late together, to a graph without")
     if late:
-        damped = _respoken(seldom, partial(_damped, seldom, late // seldom.every))
-        seldom = replace(seldom, name=f"{seldom.name} late {late}", matrices=damped, late=late)
-    channels.check_wire(seldom.name, wire, drawn=seldom.shuffle is not None)
-    if wire != seldom.wire:
-        fitted = _respoken(seldom, partial(_encodable, channels.encoding(wire)))
-        seldom = replace(seldom, name=f"{seldom.name} {own.label(wire)}", matrices=fitted, wire=wire)
+        speaking, name = mapped(speaking, partial(_damped, topology, late // between)), f"{name} late {late}"
+    channels.check_wire(name, wire, drawn=topology.shuffle is not None)
+    if wire != topology.wire:
+        speaking = mapped(speaking, partial(_encodable, channels.encoding(wire)))
+        name = f"{name} {own.label(wire)}"
     if loss or one_way:
-        ways = " one way" * bool(one_way)
-        seldom = replace(seldom, name=f"{seldom.name} loss {loss}{ways}", loss=loss, one_way=one_way)
-    return seldom
+        name = f"{name} loss {loss}{' one way' * bool(one_way)}"
+    else:
+        loss, one_way = topology.loss, topology.one_way
+    if name == topology.name:  # which says all that is special
+        return topology
+    facts = {"late": late or topology.late, "wire": wire, "loss": loss, "one_way": one_way}
+    return _rewritten(topology, name, speaking, between, **facts)
 
 
 def every(topology: Topology, H: int) -> Topology:
@@ -531,11 +531,11 @@ def every(topology: Topology, H: int) -> Topology:
     return channel(topology, every=H)
 
 
-def _respoken(topology: Topology, change: Callable[[Matrix], Matrix]) -> tuple[Matrix, ...]:
-    """The matrices of a graph with those of rounds with gossip changed."""
-    matrices = list(topology.matrices)
-    matrices[topology.every - 1 :: topology.every] = mapped(topology.speaking, change)
-    return tuple(matrices)
+def _rewritten(topology: Topology, name: str, speaking: Sequence[Matrix], every: int, **facts: Any) -> Topology:
+    """The graph with these matrices in every H-th round, and silence in the others."""
+    matrices = [identity(topology.size)] * (every * len(speaking))
+    matrices[every - 1 :: every] = speaking
+    return replace(topology, name=name, matrices=tuple(matrices), every=every, **facts)
 
 
 def _damped(topology: Topology, k: int, P: Matrix) -> Matrix:
