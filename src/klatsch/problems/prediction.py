@@ -195,11 +195,11 @@ class StackedGPT:
         stream = functional.embedding(rows, embedding.flatten(0, 1)) + positions[:, None, :T]
         stream = stream.flatten(1, 2)  # (S, B T, width)
         normed, by_head = partial(functional.layer_norm, normalized_shape=(self.width,)), (S * B, T, self.heads, -1)
-        for k in range(0, len(matrices), 4):
-            inner, out, up, down = matrices[k : k + 4]
+        for first in range(0, len(matrices), 4):
+            inner, out, up, down = matrices[first : first + 4]
             triple = torch.split(normed(stream) @ inner, self.width, dim=2)  # queries, keys and values
-            heads = (part.view(by_head).transpose(1, 2) for part in triple)
-            mixed = functional.scaled_dot_product_attention(*heads, is_causal=True)
+            q, k, v = (part.view(by_head).transpose(1, 2) for part in triple)
+            mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
             stream = stream + mixed.transpose(1, 2).reshape(stream.shape) @ out
             stream = stream + functional.gelu(normed(stream) @ up) @ down
         return normed(stream) @ embedding.mT

@@ -115,7 +115,7 @@ class Hooked(Momentum):
     shared: bool | str = field(default=False, init=False)
     hook: str = "fp16"
     short: ClassVar[str] = "hooked"
-    gossips = "hook"  # type: ignore[assignment]
+    gossips = "hook"
     graph = "complete"
 
     def __post_init__(self) -> None:

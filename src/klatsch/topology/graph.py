@@ -460,7 +460,7 @@ def lazy(topology: Topology) -> Topology:
     """The same graph with (I + P) / 2: half as fast, but no eigenvalue below 0 (what D2 wants on an even ring)."""
     check_topology("lazy", topology)
     itself = identity(topology.size)
-    halved = mapped(topology.speaking, lambda P: (itself + P) / 2.0)
+    halved = mapped(topology.speaking, lambda P: canonical((itself + P) / 2.0, topology.name))
     return _rewritten(topology, f"lazy {topology.name}", halved, topology.every, all_reduce=False)
 
 
