@@ -37,7 +37,7 @@ from torch import nn
 from klatsch import ElasticSampler, Gossip, rules
 from klatsch.files import token_of
 from klatsch.problems import fashion_mnist
-from klatsch.wire.handover import Handover
+from klatsch.wire.carried import Handover
 from klatsch.wire.rehearsal import Rehearsal
 
 PORT, NETWORK, NEW_NETWORK = 4711, "10.77.0", 0x40000000

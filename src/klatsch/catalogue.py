@@ -35,7 +35,7 @@ def rules() -> dict[str, Entry]:
 
 def parts() -> dict[str, Entry]:
     """The parts of rules, whose options every rule that is made of them takes."""
-    files = ("patterns", "directions", "outer", "anytime")
+    files = ("patterns", "directions", "anytime")
     nodes = {name: node for file in files for name, node in _defined(f"rules/{file}.py").items()}
     classes = {name: node for name, node in nodes.items() if "dataclass" in ast.unparse(node).partition("class ")[0]}
     listed = {}

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import klatsch
-from klatsch.problems import Language, prediction, text
+from klatsch.problems import Language, prediction
 from klatsch.simulation import simulate_together
 from tests.support.comparisons import assert_same_to_rounding
 
@@ -178,7 +178,7 @@ def test_whole_files_of_every_folder_are_held_out(small):
 
 @pytest.mark.parametrize("alpha", [0.01, 1.0, 1000.0])
 def test_text_is_split_by_package(small, folder, alpha):
-    problem, packages = small(alpha=alpha), text.load(folder, "*.txt", 13)[1]
+    problem, packages = small(alpha=alpha), prediction.load(folder, "*.txt", 13)[1]
     shards, windows = problem.shards, problem.data.learnt
     assert packages.max() == 5  # four folders and two files, as the third is held out
     for k in range(6):
@@ -215,10 +215,10 @@ def test_rounds_are_captured_on_a_gpu(small, autocast):
 
 
 def test_all_installed_packages_are_one_folder(folder, monkeypatch):
-    monkeypatch.setattr(text.sysconfig, "get_paths", lambda: {"purelib": folder})
-    text._read.cache_clear()
+    monkeypatch.setattr(prediction.sysconfig, "get_paths", lambda: {"purelib": folder})
+    prediction._read.cache_clear()
     assert Language.content("site-packages", "*.txt") == Language.content(folder, "*.txt")
-    text._read.cache_clear()
+    prediction._read.cache_clear()
 
 
 @pytest.mark.slow
@@ -226,10 +226,10 @@ def test_the_standard_library_needs_no_download():
     problem = Language(3, context=64, width=8, depth=1, heads=1, test=50)
     assert problem.data.learnt.numel() > 3_000_000
     assert len(problem.data.held_out) == 50
-    parts = {part for file in text._read(None, "*.py") for part in file.path.parts}
+    parts = {part for file in prediction._read(None, "*.py") for part in file.path.parts}
     assert {"argparse.py", "json", "email"} <= parts
     assert not parts & {"test", "tests", "site-packages"}
-    assert Language.content() == text.content(None, "*.py") != Language.content(pattern="a*.py")
+    assert Language.content() == Language.content(None, "*.py") != Language.content(pattern="a*.py")
     assert problem.dim == Language.dim_of(3, context=64, width=8, depth=1)
     assert Language.dim_of(8) == 380_928
 

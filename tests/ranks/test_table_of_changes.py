@@ -11,7 +11,7 @@ from klatsch import rules
 from klatsch import topology as tp
 from klatsch.ranks.membership import Membership
 from klatsch.rules.base import rate
-from klatsch.wire.handover import Handover
+from klatsch.wire.carried import Handover
 from klatsch.wire.rehearsal import Rehearsal
 from tests.support.rank_table import LASTING, LR, MORE, problem
 from tests.support.table import RULES

@@ -10,7 +10,7 @@ from klatsch import topology as tp
 from klatsch.rules.base import each
 from klatsch.simulation.roster import Roster, shifts
 from klatsch.simulation.simulator import _fastest, prepared
-from klatsch.wire.handover import Handover, kept_copies, sponsors
+from klatsch.wire.carried import Handover, kept_copies, sponsors
 from tests.support.graphs import uneven
 from tests.support.machine import KERNEL
 from tests.support.table import RULES, ZeroGradients, sampled

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from klatsch.problems import text
+from klatsch.problems import prediction
 from klatsch.study import Store, expand, load, run_study, workers
 from klatsch.study.batches import pack
 
@@ -50,8 +50,8 @@ def write(words):
             file = f"text/{package}/{package}{k}.txt"
             (place := Path(file)).parent.mkdir(parents=True, exist_ok=True)
             place.write_text(f"{words} {package} {k}. " * 20)
-    text._read.cache_clear()
-    text.load.cache_clear()
+    prediction._read.cache_clear()
+    prediction.load.cache_clear()
 
 
 def keys():
@@ -83,8 +83,8 @@ def test_runs_of_another_text_are_other_runs(folder, run_cli):
 def test_results_do_not_need_the_text(folder, run_cli):
     assert done_now() == 8
     shutil.rmtree("text")
-    text._read.cache_clear()
-    text.load.cache_clear()
+    prediction._read.cache_clear()
+    prediction.load.cache_clear()
     code, out, _ = run_cli("results", "study.sqlite")
     assert code == 0
     assert "bits" in out

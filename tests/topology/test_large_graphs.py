@@ -18,7 +18,7 @@ def no_solver(monkeypatch):
     def refuse(*_):
         raise AssertionError("a solver was asked")
 
-    for name in ("second_modulus", "smallest_eigenvalue", "is_normal", "_halved"):
+    for name in ("second_modulus", "smallest_eigenvalue", "rounds_to_halve", "_halved"):
         monkeypatch.setattr(spectrum, name, refuse)
 
 

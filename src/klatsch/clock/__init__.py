@@ -3,17 +3,5 @@
 from klatsch.clock.network import NETWORKS, Links, Random, Sites, Table, Times, Trace, Uneven, links, times
 from klatsch.clock.rounds import Clock, Deaths
 
-__all__ = [
-    "NETWORKS",
-    "Clock",
-    "Deaths",
-    "Links",
-    "Random",
-    "Sites",
-    "Table",
-    "Times",
-    "Trace",
-    "Uneven",
-    "links",
-    "times",
-]
+__all__ = ["NETWORKS", "Clock", "Deaths", "Links", "Random", "Sites", "Table", "Times", "Trace", "Uneven"]
+__all__ += ["links", "times"]

@@ -37,16 +37,15 @@ class NoLinkError(ValueError):
 class ByContent:
     """Equal and hashed by its fields, of which some are arrays."""
 
-    def _content(self) -> tuple[object, ...]:
-        return tuple(
-            (v.shape, v.astype(float).tobytes()) if isinstance(v, np.ndarray) else v for v in vars(self).values()
-        )
+    def _content(self) -> list[object]:
+        fields = vars(self).values()
+        return [(v.shape, v.astype(float).tobytes()) if isinstance(v, np.ndarray) else v for v in fields]
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, type(self)) and self._content() == other._content()
 
     def __hash__(self) -> int:
-        return hash(self._content())
+        return hash(tuple(self._content()))
 
 
 # --- gradients ------------------------------------------------------------------------------------------------------
@@ -154,10 +153,8 @@ class Trace(ByContent, Times):
 
     def drawing(self, nodes: int, seed: int | Generator) -> Callable[[int, int], Array]:
         count, each = len(self.rows), np.arange(nodes)
-        rows, begin = (
-            np.broadcast_to(self.rows, (count, nodes)),
-            np.random.default_rng(seed).integers(count, size=nodes),
-        )
+        rows = np.broadcast_to(self.rows, (count, nodes))
+        begin = np.random.default_rng(seed).integers(count, size=nodes)
         if count == 1:
             return lambda first, rounds: np.broadcast_to(rows, (rounds, nodes))
         return lambda first, rounds: rows[(np.arange(first, first + rounds)[:, None] + begin) % count, each]
@@ -220,12 +217,8 @@ class Links:
         number("bandwidth", self.bandwidth, lambda v: v > 0, "a positive number of bytes per second, such as 1.2e8")
         number("latency", self.latency, lambda v: v >= 0, "0 or a positive number of seconds")
 
-    def of_first(self, nodes: int) -> Links:
-        """The links between the first nodes."""
-        return self
-
     def of(self, nodes: int) -> Links:
-        """The links as they are between so many nodes."""
+        """The links as they are between so many nodes, the first ones of a fixed number."""
         return self
 
     def between(self, sender: Nodes, receiver: Nodes) -> tuple[Array, Array]:
@@ -257,15 +250,9 @@ class Sites(Links):
         return None if isinstance(self.sizes, int) else sum(self.sizes)
 
     def of(self, nodes: int) -> Sites:
-        if not isinstance(self.sizes, int):
-            return self
-        return replace(self, sizes=tuple(len(some) for some in np.array_split(np.arange(nodes), self.sizes)))
-
-    def of_first(self, nodes: int) -> Sites:
         if isinstance(self.sizes, int):
-            return self
-        sizes = np.diff(np.minimum(np.cumsum((0, *self.sizes)), nodes))
-        return replace(self, sizes=tuple(int(size) for size in sizes))
+            return replace(self, sizes=tuple(len(some) for some in np.array_split(np.arange(nodes), self.sizes)))
+        return replace(self, sizes=tuple(np.diff(np.minimum(np.cumsum((0, *self.sizes)), nodes)).tolist()))
 
     def between(self, sender: Nodes, receiver: Nodes) -> tuple[Array, Array]:
         if isinstance(self.sizes, int):
@@ -347,7 +334,9 @@ class Table(ByContent, Links):
     def nodes(self) -> int | None:  # type: ignore[override]
         return len(self.rates)
 
-    def of_first(self, nodes: int) -> Table:
+    def of(self, nodes: int) -> Table:
+        if nodes == self.nodes:
+            return self
         delays = None if self.delays is None else self.delays[:nodes, :nodes]
         return replace(self, rates=self.rates[:nodes, :nodes], delays=delays)
 

@@ -4,19 +4,20 @@ A node sends what needs no gradient as soon as the round before is over, and the
 done with a round when it has its own gradient and all messages that it waits for. A message leaves when those before
 have left, travels for a latency, and takes its bytes over the bandwidth; what a node sends to several neighbours at
 the same time shares its link. Synchronous rules wait for the same messages however long they take, so the numbers of a
-run do not depend on its clock.
+run do not depend on its clock. Asynchronous nodes meet as a schedule says, which the clock makes (`Pairwise`,
+`Staleness`).
 """
 
 from __future__ import annotations
 
 import re
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -24,7 +25,6 @@ from numpy.typing import NDArray
 
 from klatsch import columns
 from klatsch.arguments import number, whole
-from klatsch.clock.meetings import Late, Pairwise, Staleness
 from klatsch.clock.network import Array, Links, Nodes, NoLinkError, Times
 from klatsch.clock.network import links as links_of
 from klatsch.clock.network import times as times_of
@@ -38,10 +38,16 @@ FEW_ROUNDS, CHUNK = 64, 1 << 22  # rounds whose times are drawn at first, and ti
 MOST_IN_PAIRS = 4096  # nodes: a schedule of pairs looks at all of them at once
 BUCKET = 25e6  # bytes that an all-reduce of gradients collects, as in DDP; nothing hides the last bucket
 HIDDEN = 1 / 3  # of a gradient's time, in which finished buckets may travel
+SOME = 64  # gradients of every node that are drawn at once for a schedule of pairs
 MEETINGS = {  # how nodes may meet, with an example of each
     "pairwise": "pairwise lognormal(0.05, 0.5) over 10gbe",
     "stale": "stale exponential(0.05) over wan",
 }
+
+
+Numbers = NDArray[np.int64]
+Flags = NDArray[np.bool_]
+Round = TypeVar("Round")
 
 
 class Sending(NamedTuple):
@@ -70,7 +76,7 @@ class Talk(NamedTuple):
 class Hearing(NamedTuple):
     """Who waits for whom in a round with one message of a size."""
 
-    sources: NDArray[np.int64]  # (degree, M): whom each node hears; itself where it hears fewer
+    sources: Numbers  # (degree, M): whom each node hears; itself where it hears fewer
     delays: Array  # (degree, M): from the sending to the arrival; -inf where it is itself
     sending: Array  # (M,): how long a node's link is busy with it
 
@@ -162,7 +168,7 @@ class Clock:
 
     def of_first(self, nodes: int) -> Clock:
         """The clock of the first nodes alone."""
-        return replace(self, gradient=self.times.of_first(nodes), network=self.links.of_first(nodes))
+        return replace(self, gradient=self.times.of_first(nodes), network=self.links.of(nodes))
 
     def seconds(self, rule: Rule, topology: Topology, params: int, steps: Sequence[int]) -> list[float]:
         """When all nodes have done so many rounds, in seconds.
@@ -364,11 +370,11 @@ class Clock:
         everyone = np.arange(nodes)
         rate, latency = self._between(everyone, np.roll(everyone, -1), "an all-reduce along a ring", nodes)
         busy = self.per_message + size / nodes / rate
-        here, free = np.zeros(nodes), np.zeros(nodes)  # when a node has its next piece, and its link is free
+        ready, idle = np.zeros(nodes), np.zeros(nodes)  # when a node has its next piece, and its link is free
         for _ in range(2 * (nodes - 1)):
-            free = np.maximum(here, free) + busy
-            here = np.roll(free + latency, 1)
-        return float(here.max())
+            idle = np.maximum(ready, idle) + busy
+            ready = np.roll(idle + latency, 1)
+        return float(ready.max())
 
     def _by_halves(self, nodes: int, size: float) -> float:
         """Seconds of an all-reduce by halving and doubling: partners twice as far in every step, for half the bytes.
@@ -385,6 +391,135 @@ class Clock:
                 rate, latency = self._between(sender, receiver, "an all-reduce by halves", nodes)
                 seconds += float((latency + self.per_message + each / rate).max())
         return seconds
+
+
+# --- asynchrony: who meets whom, and how old a message is when it is used --------------------------------------------
+
+
+class Meeting(NamedTuple):
+    """Nodes that take a step, and then pairs that average; no node does the same twice."""
+
+    number: int  # from 1, over all rounds
+    steps: Numbers  # (m,)
+    pairs: Numbers  # (k, 2)
+
+
+class Late(NamedTuple):
+    """One round of nodes that send what arrives later, each (M,) or (degree, M)."""
+
+    ready: Array  # when each node has its gradient, and looks at what has arrived
+    arrivals: Array  # when it will have what its neighbours send in this round; -inf where it has fewer neighbours
+    done: Array
+
+
+class Schedule(Generic[Round]):
+    """Rounds that a clock finds one after the other; all are kept, so that a run can go back."""
+
+    def __init__(self, coming: Iterator[tuple[Round, float]]) -> None:
+        self._coming, self._rounds = coming, list[tuple[Round, float]]()
+
+    def round(self, t: int) -> Round:
+        """What happens in round t."""
+        return self._at(t)[0]
+
+    def seconds(self, t: int) -> float:
+        """When round t is over."""
+        return self._at(t)[1]
+
+    def _at(self, t: int) -> tuple[Round, float]:
+        self._rounds += islice(self._coming, max(0, t - len(self._rounds)))
+        return self._rounds[t - 1]
+
+
+class Pairwise(Schedule[list[Meeting]]):
+    """Asynchronous gossip in pairs (AD-PSGD): nobody waits for anybody's gradient.
+
+    A node asks a neighbour while it computes its gradient. When the answer is there, both have the mean of their
+    vectors; when the gradient is there as well, it takes its step and begins again. So a gradient is of the point at
+    which it began. A round counts M steps of the network, whoever takes them. `weights` say how likely a node (row)
+    asks another one (column), `answers` how many seconds pass until the answer; `work` is to handle a message.
+    """
+
+    def __init__(self, gradients: Iterator[Array], weights: Array, answers: Array, work: float, seed: int) -> None:
+        self.nodes = len(weights)
+        self._gradients, self._answers, self._work = gradients, answers, work
+        self._shares = np.cumsum(weights, axis=1) / np.maximum(weights.sum(1, keepdims=True), np.finfo(float).tiny)
+        self._chance = np.random.default_rng([seed, 1])
+        super().__init__(self._grouped())
+
+    def _grouped(self) -> Iterator[tuple[list[Meeting], float]]:
+        """Rounds of M steps; each event is in the first meeting that keeps the order of every node's events."""
+        M, number, events = self.nodes, 1, self._events()
+        while True:
+            steps, pairs = defaultdict[int, list[int]](list), defaultdict[int, list[tuple[int, int]]](list)
+            may_step, may_meet = [0] * M, [0] * M  # from which meeting of the round on
+            for taken, when, node, other in events:
+                if other >= 0:
+                    k = max(may_meet[node], may_meet[other])
+                    pairs[k].append((node, other))
+                    for one in (node, other):
+                        may_step[one] = may_meet[one] = k + 1
+                    continue
+                k = may_step[node]
+                steps[k].append(node)
+                may_step[node], may_meet[node] = k + 1, k
+                if taken % M == 0:
+                    meetings = [
+                        Meeting(number + k, np.array(steps[k], np.int64), np.array(pairs[k], np.int64).reshape(-1, 2))
+                        for k in range(1 + max((*steps, *pairs)))
+                    ]
+                    number += len(meetings)
+                    yield meetings, when
+                    break
+
+    def _events(self) -> Iterator[tuple[int, float, int, int]]:
+        """Steps so far, when, which node, and whom it meets, in the order of time; -1 where it takes its step."""
+        taken = 0
+        M, everyone = self.nodes, np.arange(self.nodes)
+        begun, left = np.zeros(M), np.empty((0, 3))
+        while True:
+            times = np.array(list(islice(self._gradients, SOME)))  # (SOME, M)
+            asked = (self._chance.random((SOME, M, 1)) > self._shares).sum(-1).clip(0, M - 1)
+            answered = self._answers[everyone, asked]
+            ends = begun + np.cumsum(np.maximum(times, answered) + self._work, axis=0)
+            starts = np.concatenate([begun[None], ends[:-1]])
+            nodes = np.broadcast_to(everyone, ends.shape)
+            met = np.stack([starts + answered, nodes, asked], -1).reshape(-1, 3)
+            stepped = np.stack([ends, nodes, np.full(ends.shape, -1)], -1).reshape(-1, 3)
+            events = np.concatenate([left, met[met[:, 1] != met[:, 2]], stepped])  # one machine meets nobody
+            events = events[np.lexsort((events[:, 1], -events[:, 2], events[:, 0]))]
+            begun = ends[-1]
+            known = events[:, 0] <= begun.min()  # of what is later, some is not drawn yet
+            for when, node, other in events[known].tolist():
+                taken += other < 0
+                yield taken, when, int(node), int(other)
+            left = events[~known]
+
+
+class Staleness(Schedule[dict[int, Flags]]):
+    """Which messages, (degree, M), nodes use in a round, by how many rounds old they are.
+
+    Each is used as soon as it is there; after `late` rounds nodes wait for it. `sources` are those whom each node
+    hears, with the weights of their messages.
+    """
+
+    def __init__(self, rounds: Iterator[Late], sources: Numbers, weights: Array, late: int) -> None:
+        self.sources, self.weights = sources, weights
+
+        def used() -> Iterator[tuple[dict[int, Flags], float]]:
+            on_the_way: dict[int, tuple[Array, Flags]] = {}  # by round of sending: arrivals, and which are not used yet
+            for t, (ready, arrivals, done) in enumerate(rounds, 1):
+                on_the_way[t] = arrivals, np.isfinite(arrivals)
+                ages = {}
+                for sent, (arrival, waiting) in on_the_way.items():
+                    due = waiting & ((arrival <= ready) | (sent + late <= t))
+                    waiting &= ~due
+                    if due.any():
+                        ages[t - sent] = due
+                on_the_way.pop(t - late, None)
+                yield ages, float(done.max())
+
+        super().__init__(used())
 
 
 def check_meets(
@@ -429,16 +564,15 @@ def scheduled(rule: Rule, topology: Topology, params: int, meets: str) -> Pairwi
 def talk_of(rule: Rule, topology: Topology, params: int = FEW) -> Talk:
     """What nodes say to each other."""
     channel = topology.every, topology.late, topology.wire, topology.all_reduce
-    links = mapped(topology.speaking, _links)
+
+    def ends(P: Matrix) -> tuple[Nodes, Nodes]:
+        """Senders and receivers."""
+        hearer, heard = (each.astype(np.int64) for each in P.tocoo().coords)
+        return heard[heard != hearer], hearer[heard != hearer]
+
+    links = mapped(topology.speaking, ends)
     hooked = float(rule.hook.bytes(params)) if rule.hook else None
     return Talk(topology.name, topology.size, *channel, messages_of(rule, params), links, topology.shuffle, hooked)
-
-
-def _links(P: Matrix) -> tuple[Nodes, Nodes]:
-    """Senders and receivers."""
-    links = P.tocoo()
-    apart = links.coords[0] != links.coords[1]
-    return links.coords[1][apart].astype(np.int64), links.coords[0][apart].astype(np.int64)
 
 
 def messages_of(rule: Rule, params: int = FEW) -> list[Sending]:

@@ -1,7 +1,7 @@
 """A member's post in a crew that changes while it trains: which node of which graph it is, and how it takes it up.
 
 A change comes between two rounds. Members open new edges, newcomers get the state of a neighbour, and all settle what
-must be kept over the crew (`wire.handover`). Messages that were on their way are dropped at both ends.
+must be kept over the crew (`wire.carried`). Messages that were on their way are dropped at both ends.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from klatsch.rules.base import each
 from klatsch.topology import Topology
 from klatsch.topology.families import family, make, split
 from klatsch.watch.events import Event
-from klatsch.wire.handover import Handover, kept_copies, sponsors
+from klatsch.wire.carried import Handover, kept_copies, sponsors
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

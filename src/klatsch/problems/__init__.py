@@ -24,17 +24,8 @@ from klatsch.problems.stacks import lenet
 from klatsch.problems.supervised import Supervised, of_any
 
 __all__ = ["PROBLEMS", "FashionMNIST", "Headline", "ImageClassification", "Images", "Language", "LeastSquares"]
-__all__ += [
-    "LogisticRegression",
-    "Problem",
-    "Quadratic",
-    "Supervised",
-    "WeightMatrix",
-    "check",
-    "check_headline",
-    "checked",
-]
-__all__ += ["declared", "dirichlet", "kind", "lenet", "make", "of_any", "options", "shapes"]
+__all__ += ["LogisticRegression", "Problem", "Quadratic", "Supervised", "WeightMatrix", "check", "check_headline"]
+__all__ += ["checked", "declared", "dirichlet", "kind", "lenet", "make", "of_any", "options", "shapes"]
 
 PROBLEMS: dict[str, Callable[..., Problem]] = {
     "least-squares": LeastSquares,

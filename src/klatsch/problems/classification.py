@@ -77,7 +77,7 @@ class ImageClassification(Sharded):
     def scores(self, models: Tensor) -> Tensor:
         images, labels = self.data.test_images, self.data.test_labels
         some = evenly(len(labels), BRIEF) if self.brief else slice(None)
-        return self._mean(models, images[some], labels[some], _is_right)
+        return self._mean(models, images[some], labels[some], lambda logits, wanted: logits.argmax(-1) == wanted)
 
     def metrics(self, x: Tensor) -> dict[str, Tensor]:
         """Test accuracy: mean, smallest and largest over nodes, and of the averaged model; mean training loss."""
@@ -166,13 +166,8 @@ class FashionMNIST(ImageClassification):
 
     @staticmethod
     def dim_of(nodes: int, **_: object) -> int:
-        """The number of parameters of a LeNet."""
         with torch.device("meta"):  # no memory, no random numbers
             return sum(parameter.numel() for parameter in lenet().parameters())
-
-
-def _is_right(logits: Tensor, labels: Tensor) -> Tensor:
-    return logits.argmax(-1) == labels
 
 
 def _losses(logits: Tensor, labels: Tensor) -> Tensor:

@@ -119,7 +119,10 @@ def find(folder: str | Path | None = None, download: bool = True) -> Path:
             return place
     if not download:
         raise ValueError(f"Fashion-MNIST is not on this machine; {remedy()}")
-    return _download(cache())
+    folder_for("Fashion-MNIST", cache(), remedy())
+    for name in _missing(cache()):
+        save(cache() / f"{name}.gz", gzip.compress(_fetched(name), compresslevel=1, mtime=0), "gzip")
+    return cache()
 
 
 def cache() -> Path:
@@ -169,13 +172,6 @@ def _verified(data: bytes, name: str, source: str) -> bytes:
             f"replace it, or {remedy()}"
         )
     return content
-
-
-def _download(folder: Path) -> Path:
-    folder_for("Fashion-MNIST", folder, remedy())
-    for name in _missing(folder):
-        save(folder / f"{name}.gz", gzip.compress(_fetched(name), compresslevel=1, mtime=0), "gzip")
-    return folder
 
 
 def _fetched(name: str) -> bytes:

@@ -164,8 +164,8 @@ class LogisticRegression(core.Convex):
             curvature = (samples.mT * (chance * (1 - chance))) @ samples / len(samples)
             curvature += self.l2 * torch.eye(self.dim, dtype=samples.dtype)
             step = torch.linalg.solve(curvature, slope[0])
-            here, size = self.loss(x) * (1 + 1e-14), 1.0
-            while self.loss(x - size * step) > here and size > 1e-4:
+            loss, size = self.loss(x) * (1 + 1e-14), 1.0
+            while self.loss(x - size * step) > loss and size > 1e-4:
                 size /= 2
             x = x - size * step
             if torch.linalg.vector_norm(step) < 1e-12 * (1 + torch.linalg.vector_norm(x)):

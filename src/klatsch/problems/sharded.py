@@ -168,7 +168,12 @@ def dirichlet(labels: ArrayLike, nodes: int, alpha: float, seed: int = 0) -> NDA
     available = np.bincount(classes)
     size = len(labels) // nodes
     mixtures = generator.dirichlet(np.full(len(available), alpha), nodes)
-    counts = _rounded(_fitted(mixtures, available, size), available, size)
+    target = available * (size * nodes / available.sum())
+    table = np.maximum(mixtures, 1e-12)
+    for _ in range(1000):  # rows are scaled to the size of a shard, columns to the sizes of the classes, in turn
+        table *= (target / table.sum(axis=0))[None, :]
+        table *= (size / table.sum(axis=1))[:, None]
+    counts = _rounded(table, available, size)
     pools = [generator.permutation(np.flatnonzero(classes == k)) for k in range(len(available))]
     parts = [np.split(pool, np.cumsum(counts[:, k]))[:-1] for k, pool in enumerate(pools)]
     return np.stack([generator.permutation(np.concatenate(shard)) for shard in zip(*parts, strict=True)])
@@ -190,16 +195,6 @@ def check_split(nodes: int, alpha: float, batch: int, seed: int, samples: int, w
 def check_alpha(alpha: object) -> None:
     """Refuse a concentration that is not above 0."""
     number("alpha", alpha, lambda v: v > 0, "a number above 0, such as 0.1 (few classes per node) or 10 (all alike)")
-
-
-def _fitted(mixtures: NDArray[np.float64], available: NDArray[np.int64], size: int) -> NDArray[np.float64]:
-    """Scale rows to the shard size and columns to the sizes of the classes, in turn."""
-    target = available * (size * len(mixtures) / available.sum())
-    table = np.maximum(mixtures, 1e-12)
-    for _ in range(1000):
-        table *= (target / table.sum(axis=0))[None, :]
-        table *= (size / table.sum(axis=1))[:, None]
-    return table
 
 
 def _rounded(table: NDArray[np.float64], available: NDArray[np.int64], size: int) -> NDArray[np.int64]:

@@ -24,8 +24,6 @@ from klatsch.columns import WeightMatrix
 
 ELEMENTWISE = (nn.ReLU, nn.Tanh, nn.Sigmoid, nn.GELU, nn.SiLU, nn.ELU, nn.LeakyReLU, nn.Softplus, nn.Identity)
 POOLS = (nn.MaxPool2d, nn.AvgPool2d)
-
-
 NORMS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
 
 
@@ -191,18 +189,18 @@ Values = dict[str, Tensor]
 
 def _layers(module: nn.Module) -> Layers | None:
     """The layers of a plain chain of known ones, first on images, then on vectors; None for other models."""
-    found = _listed(module, "")
+    layers = _listed(module, "")
     named = {name for name, _ in module.named_parameters()}  # tied ones have one name only
     if not all(
-        _known(layer) and {f"{name}.{p}" for p, _ in layer.named_parameters()} <= named for name, layer in found
+        _known(layer) and {f"{name}.{p}" for p, _ in layer.named_parameters()} <= named for name, layer in layers
     ):
         return None
-    flat = [k for k, (_, layer) in enumerate(found) if isinstance(layer, nn.Flatten)]
-    spatial = [k for k, (_, layer) in enumerate(found) if isinstance(layer, (nn.Conv2d, nn.GroupNorm, *POOLS))]
-    linear = [k for k, (_, layer) in enumerate(found) if isinstance(layer, nn.Linear)]
+    flat = [k for k, (_, layer) in enumerate(layers) if isinstance(layer, nn.Flatten)]
+    spatial = [k for k, (_, layer) in enumerate(layers) if isinstance(layer, (nn.Conv2d, nn.GroupNorm, *POOLS))]
+    linear = [k for k, (_, layer) in enumerate(layers) if isinstance(layer, nn.Linear)]
     if not flat or any(k > flat[0] for k in spatial) or any(k < flat[0] for k in linear):
         return None
-    return [pair for k, pair in enumerate(found) if k not in flat[1:]]  # vectors are flat already
+    return [pair for k, pair in enumerate(layers) if k not in flat[1:]]  # vectors are flat already
 
 
 def _listed(module: nn.Module, prefix: str) -> Layers:
@@ -235,12 +233,14 @@ def grouped(layers: Layers, values: Values, images: Tensor) -> Tensor:
     v = images.transpose(0, 1).flatten(1, 2)
     for name, layer in layers:
         weight, bias = values.get(f"{name}.weight"), values.get(f"{name}.bias")
+        flat = bias if bias is None else bias.reshape(-1)
         if isinstance(layer, nn.Conv2d):
             assert weight is not None
             kernels = weight.reshape(-1, *layer.weight.shape[1:])
-            v = functional.conv2d(v, kernels, _row(bias), layer.stride, layer.padding, groups=S)
+            v = functional.conv2d(v, kernels, flat, layer.stride, layer.padding, groups=S)
         elif isinstance(layer, nn.GroupNorm):
-            v = functional.group_norm(v, S * layer.num_groups, _row(weight), _row(bias), layer.eps)
+            factors = weight if weight is None else weight.reshape(-1)
+            v = functional.group_norm(v, S * layer.num_groups, factors, flat, layer.eps)
         elif isinstance(layer, nn.Flatten):
             v = v.reshape(B, S, -1).transpose(0, 1)
         elif isinstance(layer, nn.Linear):
@@ -284,7 +284,9 @@ def _convolution(v: Tensor, layer: nn.Conv2d, weight: Tensor | None, bias: Tenso
         v = functional.pad(v, (layer.padding[1], layer.padding[1], 0, 0, layer.padding[0], layer.padding[0]))
     S, B, _, channels, wide = v.shape
     (high, across), (down, right), outputs = layer.kernel_size, layer.stride, layer.out_channels
-    strip = _strip((wide - across) // right + 1)  # columns of the result that are computed from one window
+    columns = (wide - across) // right + 1
+    # How many to compute from one window: narrow strips have fewer zeros in the band, wide ones copy less.
+    strip = next((size for size in (8, 7, 6, 5, 4, 3) if columns % size == 0 and size < columns), columns)
     window = (strip - 1) * right + across
     seen = v.unfold(2, high, down).unfold(4, window, strip * right)  # (S, B, rows, channels, strips, high, window)
     strips = seen.shape[4]
@@ -295,11 +297,6 @@ def _convolution(v: Tensor, layer: nn.Conv2d, weight: Tensor | None, bias: Tenso
     band = band.permute(0, 3, 2, 5, 1, 4).reshape(S, high * channels * window, outputs * strip)
     out = (flat @ band).view(S, B, -1, strips, outputs, strip).transpose(3, 4).flatten(4)
     return out if bias is None else out + bias.view(S, 1, 1, outputs, 1)  # which is compiled into what follows
-
-
-def _strip(columns: int) -> int:
-    """How many columns to compute at once: narrow strips have fewer zeros in the band, wide ones copy less."""
-    return next((size for size in (8, 7, 6, 5, 4, 3) if columns % size == 0 and size < columns), columns)
 
 
 def _shifts(strip: int, window: int, across: int, right: int, like: Tensor) -> Tensor:
@@ -337,7 +334,3 @@ def _linear(v: Tensor, layer: nn.Linear, weight: Tensor | None, bias: Tensor | N
     assert weight is not None
     matrix = weight.view(-1, layer.out_features, layer.in_features).mT
     return v @ matrix if bias is None else torch.baddbmm(bias[:, None], v, matrix)
-
-
-def _row(parameter: Tensor | None) -> Tensor | None:
-    return None if parameter is None else parameter.reshape(-1)

@@ -70,8 +70,9 @@ class Supervised(Sharded):
         self.data = pairs = _in_memory(data, test)
         targets, self.samples = pairs.targets, len(pairs.targets)
         check_split(nodes, 1.0 if alpha is None else alpha, batch, seed, self.samples, "samples")
+        kind = f"{str(targets.dtype).removeprefix('torch.')} of shape {tuple(targets.shape)}"
         if alpha is not None and (targets.ndim != 1 or targets.is_floating_point()):
-            raise ValueError(f"alpha = {alpha} mixes classes, but targets are {_described(targets)}; leave it out")
+            raise ValueError(f"alpha = {alpha} mixes classes, but targets are {kind}; leave it out")
         classes = np.zeros(self.samples) if alpha is None else targets.numpy()
         self._split(classes, nodes, 1.0 if alpha is None else alpha, batch, seed)
         self._stacked, self._mean_loss = Stacked(made(model, seed)), loss
@@ -163,7 +164,3 @@ def _tensors(data: Any) -> tuple[Tensor, Tensor]:
     if len(data) != 2 or not all(isinstance(v, Tensor) for v in data) or len(data[0]) != len(data[1]):
         raise ValueError("samples of the data are not (input, target), a tensor each; give a Dataset of such pairs")
     return data[0].detach().cpu(), data[1].detach().cpu()
-
-
-def _described(v: Tensor) -> str:
-    return f"{str(v.dtype).removeprefix('torch.')} of shape {tuple(v.shape)}"

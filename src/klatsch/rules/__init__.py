@@ -24,15 +24,17 @@ from klatsch.own import explained, is_own
 from klatsch.rules import anytime as averaging
 from klatsch.rules.anytime import Anytime, Averaged
 from klatsch.rules.base import PER_COLUMN, SCHEDULES, Decay, Flow, Rule, State, check_schedule, checked
-from klatsch.rules.directions import Adam, Direction, Hooked, Momentum, Muon, adam, hooked, momentum, muon, sgd
+from klatsch.rules.directions import Adam, Direction, Hooked, Momentum, Muon, Outer
 from klatsch.rules.names import ALIASES
-from klatsch.rules.outer import Outer, outer
 from klatsch.rules.patterns import KGT, Corrected, DecentLaM, Pattern, Plain, Push, QuasiGlobal, Tracked
 
 __all__ = ["KGT", "PER_COLUMN", "RULES", "SCHEDULES", "WHY_NOT", "Adam", "Anytime", "Averaged", "Corrected", "Decay"]
 __all__ += ["DecentLaM", "Direction", "Flow", "Hooked", "Momentum", "Muon", "Outer", "Pattern", "Plain", "Push"]
 __all__ += ["QuasiGlobal", "Rule", "State", "Tracked", "adam", "averaging", "check_schedule", "hooked", "kind"]
 __all__ += ["make", "momentum", "muon", "options", "outer", "sgd"]
+
+# As in rules.Plain(0.1, rules.momentum(0.9), outer=rules.outer(0.7, 0.9)), or rules.sgd().
+sgd, momentum, hooked, adam, muon, outer = Momentum, Momentum, Hooked, Adam, Muon, Outer
 
 PATTERNS: dict[str, type[Rule]] = {
     part.short: part for part in (Plain, Corrected, Tracked, Push, DecentLaM, QuasiGlobal, KGT)
@@ -59,10 +61,10 @@ class Product:
 
     def __init__(self, parts: str, defaults: Mapping[str, object] = MappingProxyType({}), line: str = "") -> None:
         pattern, *others = parts.split("+")
-        self.__doc__, self.pattern, self.anytime = line, PATTERNS.get(pattern, Rule), others[-1:] == ["anytime"]
+        ending = others.pop() if others[-1:] in ([Anytime.short], [Averaged.short]) else ""
+        self.__doc__, self.pattern, self.anytime = line, PATTERNS.get(pattern, Rule), ending == Anytime.short
         # Without an average, the option `average` puts one around the rest.
-        defaults = {"average": "constant" if others[-1:] == [Averaged.short] else None} | dict(defaults)
-        others = others[:-1] if others[-1:] in (["anytime"], [Averaged.short]) else others
+        defaults = {"average": "constant" if ending == Averaged.short else None} | dict(defaults)
         self.direction: type[Direction] | None = Momentum if issubclass(self.pattern, Pattern) else None
         if self.direction and others and others[0] in DIRECTIONS:
             self.direction = DIRECTIONS[others.pop(0)]

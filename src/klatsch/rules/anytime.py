@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -23,7 +23,10 @@ from torch import Tensor
 from klatsch import columns
 from klatsch.arguments import number, whole
 from klatsch.columns import Given, Number, WeightMatrix
-from klatsch.rules.base import Flow, Graph, Rule, State, blend, checked, joined, of, share
+from klatsch.rules.base import Flow, Rule, State, blend, checked, joined, of, share
+
+if TYPE_CHECKING:
+    from klatsch.topology import Topology
 
 Rounds = int | Tensor  # the round t = 1, 2, 3, ..., or several
 LARGEST_DEGREE = 50  # alpha_t, which grows like t^p, stays finite for a million rounds
@@ -176,10 +179,10 @@ class Around(Rule):
     def at(self, s: State, v: Tensor) -> Tensor:
         return self.base.at(s, v)
 
-    def check_graph(self, graph: Graph, name: str = "") -> None:
+    def check_graph(self, graph: Topology, name: str = "") -> None:
         self.base.check_graph(graph, name or self.name)
 
-    def on(self, graph: Graph) -> Self:
+    def on(self, graph: Topology) -> Self:
         return columns.replaced(self, base=self.base.on(graph))
 
     def shaped(self, matrices: Sequence[WeightMatrix]) -> Self:

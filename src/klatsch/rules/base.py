@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 from types import MappingProxyType
-from typing import Any, ClassVar, Protocol, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -25,6 +25,10 @@ from klatsch import columns
 from klatsch.arguments import kind_of, named, whole
 from klatsch.columns import Given, Number, WeightMatrix
 from klatsch.rules.names import NAMES
+
+if TYPE_CHECKING:  # rules are algebra: what they know of a graph, they are told
+    from klatsch.rules.directions import Hooked
+    from klatsch.topology import Topology
 
 State = dict[str, Tensor]
 LearningRate = Number | Callable[[int], Given]
@@ -75,45 +79,6 @@ def of(path: str) -> Any:
     return property(attrgetter(path))
 
 
-class Graph(Protocol):
-    """What a rule asks of a topology."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def doubly_stochastic(self) -> bool: ...
-    @property
-    def column_stochastic(self) -> bool: ...
-    @property
-    def symmetric(self) -> bool: ...
-    @property
-    def directed(self) -> bool: ...
-    @property
-    def changes(self) -> bool: ...
-    @property
-    def every(self) -> int: ...
-    @property
-    def late(self) -> int: ...
-    @property
-    def delay(self) -> int: ...
-    @property
-    def loss(self) -> float: ...
-    @property
-    def smallest_eigenvalue(self) -> float: ...
-    @property
-    def all_reduce(self) -> bool: ...
-    @property
-    def momentum_limit(self) -> float | None: ...
-
-
-class Hook(Protocol):
-    """What a clock asks of the hook of an all-reduce."""
-
-    @property
-    def grows(self) -> float: ...
-    def bytes(self, numbers: int) -> int: ...
-
-
 class Rule:
     """An update rule: a frozen dataclass of hyper-parameters, one of them `lr`.
 
@@ -131,7 +96,7 @@ class Rule:
     decays: bool = False  # whether its steps need the point where the gradient was taken, as `seen` shows it
     ignores_scale: bool = False  # whether a factor on all gradients of a node changes nothing
     needs_shapes: bool = False  # whether it needs whole vectors, and `shaped` to know the matrices in them
-    hook: Hook | None = None  # what an all-reduce sends of gradients, if not all of them
+    hook: Hooked | None = None  # what an all-reduce sends of gradients, if not all of them
     # By field, a number that the graph gives and it grows with: a training may go on over another graph.
     scales: Mapping[str, float] = MappingProxyType({})
 
@@ -184,10 +149,10 @@ class Rule:
         """The iterate of a new state as an average sees it: after a whole flow."""
         return new["w"]
 
-    def check_graph(self, graph: Graph, name: str = "") -> None:
+    def check_graph(self, graph: Topology, name: str = "") -> None:
         """Refuse a graph that the rule does not work on; `name` is what to call the rule."""
 
-    def on(self, graph: Graph) -> Self:
+    def on(self, graph: Topology) -> Self:
         """The rule as it runs on a graph."""
         return self
 

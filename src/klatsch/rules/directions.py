@@ -1,18 +1,22 @@
-"""Directions: what a node makes of a gradient."""
+"""Directions: what a node makes of a gradient; and the outer step: what happens beside mixing."""
 
 from __future__ import annotations
 
 import math
 import re
+from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from klatsch import columns
 from klatsch.columns import Given, Number, WeightMatrix
-from klatsch.rules.base import Flow, State, blend, positive, share
+from klatsch.rules.base import Flow, State, blend, descend, positive, share
+
+if TYPE_CHECKING:
+    from klatsch.topology import Topology
 
 
 class Direction:
@@ -20,12 +24,17 @@ class Direction:
 
     short: ClassVar[str] = ""  # its name as a part, if not that of its class
     graph: ClassVar[str] = "base_graph"  # on which it does best, if its pattern takes graphs that change
-    gossips: str = ""  # the option that makes it gossip, if it does
+    shared: bool | str = False  # whether it gossips, and what
     travels: tuple[str, ...] = ()  # fields of its state that gossip beside the iterate, in its message
     decays: bool = False  # whether it needs the query point, as s["query"]
     ignores_scale: bool = False  # whether a factor on all gradients of a node changes nothing
     needs_shapes: bool = False  # whether it needs whole vectors, and `matrices`
     matrices: tuple[WeightMatrix, ...] = ()  # among the parameters, which engines set
+
+    @property
+    def gossips(self) -> str:
+        """The option that makes it gossip, if it does."""
+        return "shared" if self.shared else ""
 
     def init(self, x: Tensor) -> State:
         """Its part of the state."""
@@ -62,10 +71,6 @@ class Momentum(Direction):
             raise ValueError(f"shared = {self.shared!r} with momentum = 0: nothing to share; give a momentum")
 
     @property
-    def gossips(self) -> str:  # type: ignore[override]
-        return "shared" if self.shared else ""
-
-    @property
     def travels(self) -> tuple[str, ...]:  # type: ignore[override]
         return ("m",) if self.shared is True else ()
 
@@ -74,7 +79,6 @@ class Momentum(Direction):
         return {} if is_zero(self.momentum) else {"m": x * 0.0}
 
     def __call__(self, s: State, grad: Tensor, flow: Flow, t: int) -> tuple[Tensor, State]:
-        """The momentum."""
         if "m" not in s:
             return grad, {}
         if isinstance(grad, Tensor) and isinstance(self.momentum, float):
@@ -84,9 +88,6 @@ class Momentum(Direction):
         if self.shared == "first":
             (m,) = flow.mix(m)
         return m, {"m": m}
-
-
-sgd = momentum = Momentum  # as in rules.Plain(0.1, rules.momentum(0.9)), or rules.sgd()
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,7 +151,6 @@ class Hooked(Momentum):
         return super().init(x) | {"e": x * 0.0, "q": x * 0.0 + q.to(x)}
 
     def __call__(self, s: State, grad: Tensor, flow: Flow, t: int) -> tuple[Tensor, State]:
-        """The momentum of the mean gradient."""
         if self.rank:
             mean, kept = self._low(s, grad + s["e"], flow)
         else:
@@ -186,9 +186,6 @@ class Hooked(Momentum):
         """A view of a factor with so many rows."""
         numbers = vector[..., matrix.start : matrix.start + rows * self.rank]
         return numbers.view(*vector.shape[:-1], rows, self.rank)
-
-
-hooked = Hooked
 
 
 @dataclass(frozen=True, eq=False)
@@ -237,10 +234,6 @@ class Adam(Direction):
             raise ValueError(f"shared = {self.shared!r}; give true to gossip gradients first, false, or {self.also}")
 
     @property
-    def gossips(self) -> str:  # type: ignore[override]
-        return "shared" if self.shared else ""
-
-    @property
     def decays(self) -> bool:  # type: ignore[override]
         return not is_zero(self.weight_decay)
 
@@ -253,7 +246,6 @@ class Adam(Direction):
         return ({} if is_zero(self.beta1) else {"m": x * 0.0}) | {"v": x * 0.0}
 
     def __call__(self, s: State, grad: Tensor, flow: Flow, t: int) -> tuple[Tensor, State]:
-        """The normalised gradient."""
         v = s["v"]
         if self.shared is True:
             (grad,) = flow.mix(grad)
@@ -264,9 +256,6 @@ class Adam(Direction):
             kept["m"] = blend(grad, s["m"], self.beta1)
         step = normalised(kept.get("m", grad), kept["v"], self.beta1, self.beta2, self.eps, t)
         return (step + self.weight_decay * s["query"] if self.decays else step), kept
-
-
-adam = Adam
 
 
 @dataclass(frozen=True, eq=False)
@@ -333,7 +322,10 @@ class Muon(Adam):
         m, v = blend(grad, s["m"], beta1), blend(grad * grad, s["v"], self.beta2)
         step = self.adam_lr * normalised(m, v, beta1, self.beta2, self.eps, t)
         ahead = m + self.momentum * (m - s["m"]) if self.nesterov else m
-        for alike in self._alike():
+        by_shape = defaultdict[tuple[int, ...], list[WeightMatrix]](list)
+        for matrix in self.matrices:  # one product takes those of one shape together
+            by_shape[tuple(sorted((matrix.outputs, matrix.inputs)))].append(matrix)
+        for alike in by_shape.values():
             stacked = torch.stack([matrix.wide(ahead) for matrix in alike])
             for matrix, made in zip(alike, orthogonal(stacked), strict=True):
                 matrix.wide(step).copy_(self._scale(matrix) * made)
@@ -341,20 +333,71 @@ class Muon(Adam):
             step = step + self.weight_decay * (outside * self.adam_lr + inside) * s["query"]
         return step, {"m": m, "v": v}
 
-    def _alike(self) -> list[list[WeightMatrix]]:
-        """The matrices by their shape, since one product takes those of one shape together."""
-        by_shape: dict[tuple[int, ...], list[WeightMatrix]] = {}
-        for matrix in self.matrices:
-            by_shape.setdefault(tuple(sorted((matrix.outputs, matrix.inputs))), []).append(matrix)
-        return [*by_shape.values()]
-
     def _scale(self, matrix: WeightMatrix) -> float:
         if self.adjust_lr == "original":
             return math.sqrt(max(1.0, matrix.outputs / matrix.inputs))
         return 0.2 * math.sqrt(max(matrix.outputs, matrix.inputs))
 
 
-muon = Muon
+@dataclass(frozen=True, eq=False)
+class Outer:
+    """A longer or shorter step along what local steps have moved, and a momentum from mix to mix.
+
+        u: where the steps since the last mix have led from the anchor a
+        v = a + outer_lr (u - a);   a <- v + flow(v) + outer_momentum (v - v_prev);   w <- a
+
+    This is GASLoC: momentum accelerates gossip itself, with one vector per message, also where nodes talk in every
+    round. On an all-reduce the momentum is that of the mixed v, and the same on all nodes: DiLoCo, whose outer
+    optimizer is SGD with Nesterov momentum; with outer_lr = 1 and outer_momentum = 0 it is local SGD. Without Nesterov
+    the momentum is that of a, not of v: NoLoCo's step with its gamma = 1, which then needs one vector only.
+
+    Args:
+        outer_lr: the share of the local steps that is taken.
+        outer_momentum: a number from 0 up to but not including 1, and at most the graph's `momentum_limit`: beyond,
+            disagreement grows by itself, whatever outer_lr and nesterov are (`klatsch topology` shows it).
+        nesterov: whether momentum looks ahead.
+
+    References:
+        Douillard et al., "DiLoCo: distributed low-communication training of language models", 2023, Algorithm 1.
+        Cagnasso, Belilovsky and Oyallon, "Unifying local communications and local updates for LLM pretraining", 2026.
+        Kolehmainen et al., "NoLoCo: no-all-reduce low communication training method for large models", 2025.
+    """
+
+    outer_lr: Given = 0.7
+    outer_momentum: Given = 0.9
+    nesterov: bool = True
+    together: bool = field(default=False, kw_only=True)  # whether a mix makes all nodes equal, which `on` sets
+    short: ClassVar[str] = "outer"
+    graph = "ring"  # on which every momentum is stable
+
+    def __post_init__(self) -> None:
+        columns.settle(
+            self,
+            outer_lr=positive("outer_lr", self.outer_lr, "0.7"),
+            outer_momentum=share("outer_momentum", self.outer_momentum),
+        )
+        if not isinstance(self.nesterov, bool):
+            raise ValueError(f"nesterov = {self.nesterov!r}; give true, or false for the momentum of NoLoCo")
+
+    def init(self, x: Tensor) -> State:
+        """Where the last mix has led, and what the momentum looks back at."""
+        return {"anchor": x, "last": x}
+
+    def on(self, graph: Topology) -> Self:
+        return columns.replaced(self, together=graph.all_reduce)
+
+    def proposal(self, s: State, u: Tensor, flow: Flow) -> Tensor:
+        """What to mix: v, or u where nobody talks. An `if` would not do: engines may hand in many rounds at once."""
+        return blend(u, blend(s["anchor"], u, self.outer_lr), 1.0 - flow.silent)
+
+    def step(self, s: State, v: Tensor, mixed: Tensor, flow: Flow) -> State:
+        """The iterate after mixing, and what is remembered."""
+        now = mixed if self.together else v
+        looks = now if self.nesterov else s["anchor"]
+        anchor = descend(mixed, looks - s["last"], -1.0 * self.outer_momentum)
+        talks = 1.0 - flow.silent
+        fields = {"w": (mixed, anchor), "anchor": (s["anchor"], anchor), "last": (s["last"], looks)}
+        return {name: blend(old, new, talks) for name, (old, new) in fields.items()}
 
 
 def normalised(m: Tensor, v: Tensor, beta1: Number, beta2: Number, eps: Number, t: int) -> Tensor:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar, Self
 
 from torch import Tensor
 
 from klatsch import columns
 from klatsch.columns import Given, Number, WeightMatrix
-from klatsch.rules.base import Flow, Graph, Rule, State, Tensors, blend, descend, joined, learning_rate, of, share
-from klatsch.rules.directions import Direction, Hooked, is_zero, sgd
-from klatsch.rules.outer import Outer
+from klatsch.rules.base import Flow, Rule, State, Tensors, blend, descend, joined, learning_rate, of, share
+from klatsch.rules.directions import Direction, Hooked, Momentum, Outer, is_zero
+
+if TYPE_CHECKING:
+    from klatsch.topology import Topology
 
 MOST_DELAYED = 0.5  # of a momentum that carries flows on, where neighbours know numbers late: 0.8 diverged
 
@@ -28,7 +30,7 @@ class Pattern(Rule):
     """
 
     lr: Given
-    direction: Direction = field(default_factory=sgd)
+    direction: Direction = field(default_factory=Momentum)
     outer: Outer | None = field(default=None, kw_only=True)
     decays, ignores_scale = of("direction.decays"), of("direction.ignores_scale")
     needs_shapes = of("direction.needs_shapes")
@@ -83,22 +85,29 @@ class Pattern(Rule):
     def with_settings(self, **values: Number) -> Self:
         return columns.replaced(self, direction=columns.replaced(self.direction, **values))
 
-    def on(self, graph: Graph) -> Self:
+    def on(self, graph: Topology) -> Self:
         return columns.replaced(self, outer=self.outer.on(graph)) if self.outer else self
 
     def shaped(self, matrices: Sequence[WeightMatrix]) -> Self:
         return columns.replaced(self, direction=columns.replaced(self.direction, matrices=tuple(matrices)))
 
-    def check_graph(self, graph: Graph, name: str = "") -> None:
+    def check_graph(self, graph: Topology, name: str = "") -> None:
         needs_doubly_stochastic(graph, name or self.name)
         if self.hook and not (graph.all_reduce and graph.every == 1):
             raise ValueError(
                 f"{name or self.name} on {graph.name}: a hook compresses an all-reduce of gradients in every round; "
                 "use complete, or another rule with wire = 'int8' on graphs with neighbours"
             )
-        if self.outer:
-            needs_flows_in_time(graph, name or self.name, self.outer.outer_momentum)
-            needs_little_momentum(graph, name or self.name, self.outer.outer_momentum)
+        if not self.outer:
+            return
+        needs_flows_in_time(graph, name or self.name, self.outer.outer_momentum)
+        most, limit = _largest(self.outer.outer_momentum), graph.momentum_limit
+        if most and limit is not None and most > limit:
+            raise ValueError(
+                f"{name or self.name} on {graph.name}: outer_momentum = {most:g}, and disagreement grows by itself "
+                f"from {limit:g} up; use at most that, or a static symmetric graph such as ring, or allow it with "
+                "any_graph=True (--any-graph)"
+            )
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,7 +189,7 @@ class DecentLaM(Remembering):
         v = self.momentum * s["v"] + s["w"] - mixed
         return {"w": s["w"] - v, "v": v}
 
-    def check_graph(self, graph: Graph, name: str = "") -> None:
+    def check_graph(self, graph: Topology, name: str = "") -> None:
         needs_static_symmetric(graph, name or self.name)  # momentum remembers what the last round's matrix did
         if (graph.loss or graph.late or graph.delay or graph.every > 1) and not is_zero(self.momentum):
             raise ValueError(
@@ -220,10 +229,10 @@ class QuasiGlobal(Remembering):
         talks = 1.0 - flow.silent
         return {"w": w, "v": blend(s["v"], v, talks), "anchor": blend(s["anchor"], w, talks)}
 
-    def on(self, graph: Graph) -> Self:
+    def on(self, graph: Topology) -> Self:
         return columns.replaced(self, every=graph.every)
 
-    def check_graph(self, graph: Graph, name: str = "") -> None:
+    def check_graph(self, graph: Topology, name: str = "") -> None:
         needs_doubly_stochastic(graph, name or self.name)
         needs_flows_in_time(graph, name or self.name, self.momentum)
 
@@ -281,10 +290,10 @@ class KGT(Tracked):
         mixed = tuple(v + g for v, g in zip(tensors, flows, strict=True))
         return mixed, {"z": s["z"] + f, "y": flow.silent * s["y"]}
 
-    def on(self, graph: Graph) -> Self:
+    def on(self, graph: Topology) -> Self:
         return columns.replaced(super().on(graph), every=graph.every)
 
-    def check_graph(self, graph: Graph, name: str = "") -> None:
+    def check_graph(self, graph: Topology, name: str = "") -> None:
         super().check_graph(graph, name)
         if graph.late:
             raise ValueError(
@@ -346,11 +355,11 @@ class Corrected(Pattern):
     def mixed(self, s: State, new: State) -> Tensor:
         return new["w"] + (s["y"] - new["y"]) if self.lazy else new["w"]  # w took half of the flow, y the other half
 
-    def on(self, graph: Graph) -> Self:
+    def on(self, graph: Topology) -> Self:
         # y answers flows of values that are as old as this, and would swing ever further with its whole weight.
         return columns.replaced(super().on(graph), every=graph.every + 2 * (graph.late + graph.delay))
 
-    def check_graph(self, graph: Graph, name: str = "") -> None:
+    def check_graph(self, graph: Topology, name: str = "") -> None:
         name = name or self.name
         super().check_graph(graph, name)
         needs_static_symmetric(graph, name)
@@ -397,7 +406,7 @@ class Push(Pattern):
         step, kept = self.step(s, grad, flow, t)
         return self.combine(s, descend(s["w"], step, lr), kept, flow) | {"weight": weight}
 
-    def check_graph(self, graph: Graph, name: str = "") -> None:
+    def check_graph(self, graph: Topology, name: str = "") -> None:
         if not graph.column_stochastic:
             raise ValueError(
                 f"{name or self.name} on {graph.name}: the columns of P do not sum to 1, so that mass is lost; build "
@@ -405,7 +414,7 @@ class Push(Pattern):
             )
 
 
-def needs_doubly_stochastic(graph: Graph, rule: str) -> None:
+def needs_doubly_stochastic(graph: Topology, rule: str) -> None:
     """Refuse a graph on which mixing does not keep the network mean."""
     if not graph.doubly_stochastic:
         raise ValueError(
@@ -414,7 +423,7 @@ def needs_doubly_stochastic(graph: Graph, rule: str) -> None:
         )
 
 
-def needs_static_symmetric(graph: Graph, rule: str) -> None:
+def needs_static_symmetric(graph: Topology, rule: str) -> None:
     """Refuse a graph that is directed or changes: rules that look back at the last round are not stable there."""
     if graph.changes or not graph.symmetric:
         kinds = {"directed": graph.directed, "time-varying": graph.changes, "not symmetric": not graph.symmetric}
@@ -426,17 +435,7 @@ def needs_static_symmetric(graph: Graph, rule: str) -> None:
         )
 
 
-def needs_little_momentum(graph: Graph, rule: str, momentum: Number) -> None:
-    """Refuse an outer momentum under which disagreement grows by itself."""
-    most = _largest(momentum)
-    if most and (limit := graph.momentum_limit) is not None and most > limit:
-        raise ValueError(
-            f"{rule} on {graph.name}: outer_momentum = {most:g}, and disagreement grows by itself from {limit:g} up; "
-            "use at most that, or a static symmetric graph such as ring, or allow it with any_graph=True (--any-graph)"
-        )
-
-
-def needs_flows_in_time(graph: Graph, rule: str, momentum: Number) -> None:
+def needs_flows_in_time(graph: Topology, rule: str, momentum: Number) -> None:
     """Refuse flows that arrive after the next mix, where a momentum carries them on."""
     if graph.late >= graph.every and graph.late and not is_zero(momentum):
         raise ValueError(

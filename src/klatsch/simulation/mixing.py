@@ -65,8 +65,8 @@ class StackedMix:
         flow = self._flows[(t - 1) % self.period]
         if not self._shuffled or flow.silent is True:
             return flow
-        there, back = self._places(t - 1, t)[0] if places is None else places
-        return flow.inside(partial(_moved, there, back))
+        order, back = self._places(t - 1, t)[0] if places is None else places
+        return flow.inside(partial(_moved, order, back))
 
     def places(self, done: int, until: int) -> Tensor | None:
         """Who stands where in rounds done + 1 to until, and the way back, (rounds, 2, M); None if all nodes stay."""
@@ -87,8 +87,8 @@ def _silent(topologies: Sequence[Topology], t: int, sizes: Tensor, dtype: torch.
     return torch.tensor(silent, dtype=dtype, device=sizes.device).repeat_interleave(sizes)[:, None, None]
 
 
-def _moved(there: Tensor, back: Tensor, function: Callable[..., Tensors], *tensors: Tensor) -> Tensors:
-    return tuple(v[back] for v in function(*(v[there] for v in tensors)))
+def _moved(order: Tensor, back: Tensor, function: Callable[..., Tensors], *tensors: Tensor) -> Tensors:
+    return tuple(v[back] for v in function(*(v[order] for v in tensors)))
 
 
 def _flow(Q: Tensor | None, alike: slice | Tensor | None, *tensors: Tensor) -> tuple[Tensor, ...]:

@@ -18,8 +18,7 @@ from klatsch.rules.base import each
 from klatsch.simulation.record import Facts
 from klatsch.simulation.stack import Stack
 from klatsch.topology import Topology, make
-from klatsch.wire.carried import bare, begun_anew
-from klatsch.wire.handover import Handover, kept_copies, sponsors
+from klatsch.wire.carried import Handover, bare, begun_anew, kept_copies, sponsors
 
 Graphs = str | Callable[[int], Topology]  # the name of a topology, or a function of the number of nodes
 Event = tuple[int, str, int | Graphs]  # from this round on, "join" or "leave" and which node, or "graph" and which one
@@ -54,11 +53,9 @@ class Roster:
             )
         graph_of = cache(_graph)
         self.graphs = [graph_of(shift.graphs or graphs, len(shift.members)) for shift in self.shifts]
-        if any(shift.graphs for shift in self.shifts):
-            self._check_fields()
-
-    def _check_fields(self) -> None:
-        """Refuse graphs on which the rule keeps other vectors: nobody could say what they begin with."""
+        if not any(shift.graphs for shift in self.shifts):
+            return
+        # On another graph the rule may keep other vectors, and nobody could say what they begin with.
         kept = [{name for name in self.stack(k).start if "@" not in name} for k in range(len(self.shifts))]
         for graph, before, after in zip(self.graphs[1:], kept, kept[1:], strict=False):
             if others := ", ".join(sorted(before ^ after)):
@@ -131,9 +128,9 @@ def shifts(crew: Sequence[Event], nodes: int, steps: int) -> list[Shift]:
             if not isinstance(node, int):
                 graphs = node
                 continue
-            there = [*members, *newcomers]
-            if (node in there) == (kind == "join"):
-                state, remedy = ("already there", "leave") if node in there else ("not there", "join")
+            takes_part = node in members or node in newcomers
+            if takes_part == (kind == "join"):
+                state, remedy = ("already there", "leave") if takes_part else ("not there", "join")
                 raise ValueError(
                     f"crew: node {node} is to {kind} in round {start}, but is {state}; let it {remedy} first"
                 )

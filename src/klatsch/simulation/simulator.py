@@ -269,12 +269,6 @@ def _fitted(
     C, own = cols.count(rule, rate(rule.lr, 1)), problem.columns
     if own != C and 1 not in (C, own):
         raise ValueError(f"the rule has {C} columns but the problem has {own}; give both the same number, or one")
-    rehearsal = Rehearsal(rule, torch.zeros(1, C, problem.dim, dtype=torch.float64))
-    return carried(_shaped(rule.on(topology), problem), topology, meets), max(C, own), rehearsal
-
-
-def _shaped(rule: Rule, problem: Problem) -> Rule:
-    """The rule as it runs on the matrices of a problem; refuse a problem that does not tell those it needs."""
     kind, matrices = type(problem).__name__, problem.matrices
     if rule.needs_shapes and matrices is None:
         raise ValueError(
@@ -284,7 +278,8 @@ def _shaped(rule: Rule, problem: Problem) -> Rule:
     for matrix in matrices or ():
         if matrix.start < 0 or matrix.end > problem.dim:
             raise ValueError(f"{kind} has {matrix}, but {problem.dim} parameters; let matrices lie inside of these")
-    return rule.shaped(matrices or ())
+    rehearsal = Rehearsal(rule, torch.zeros(1, C, problem.dim, dtype=torch.float64))
+    return carried(rule.on(topology).shaped(matrices or ()), topology, meets), max(C, own), rehearsal
 
 
 def check_place(dtype: torch.dtype, device: str | torch.device) -> torch.device:

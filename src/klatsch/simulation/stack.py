@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 import klatsch.columns as cols
-from klatsch.clock.meetings import Pairwise, Staleness
-from klatsch.clock.rounds import scheduled
+from klatsch.clock.rounds import Pairwise, Staleness, scheduled
 from klatsch.problems import Problem
 from klatsch.rules import Flow, Rule, State
 from klatsch.rules.base import LearningRate, Tensors, each, rate

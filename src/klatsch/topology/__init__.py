@@ -33,17 +33,7 @@ from klatsch.topology.families import (
 from klatsch.topology.graph import Topology, channel, every, from_matrices, from_networkx, lazy
 
 __all__ = ["FAMILIES", "TOPOLOGIES", "Family", "Summary", "Topology"]
-__all__ += [
-    "channel",
-    "compare",
-    "draw",
-    "every",
-    "from_matrices",
-    "from_networkx",
-    "lazy",
-    "make",
-    "nth_size",
-]
+__all__ += ["channel", "compare", "draw", "every", "from_matrices", "from_networkx", "lazy", "make", "nth_size"]
 __all__ += ["options", "spectral_gap", "summarize"]
 __all__ += ["base_graph", "complete", "directed_ring", "erdos_renyi", "exponential", "grid", "hypercube"]
 __all__ += ["near_complete", "one_peer_exponential", "random_matching", "random_regular", "ring", "star", "torus"]

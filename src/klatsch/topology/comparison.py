@@ -56,6 +56,10 @@ def summarize(topology: Topology, params: int = 1_000_000, *, rho: float | None 
     vector = encoded_bytes(topology.wire, whole(params, "params", 1))
     small = topology.size <= LARGEST_DETAILED
     static = topology.symmetric and not topology.changes
+    halved = None
+    if rho is not None and not topology.changes:  # such static families are symmetric or circulant: they shrink by it
+        of_mix = rho * topology.every
+        halved = topology.every * (1 if of_mix >= 0.5 else math.ceil(math.log(0.5) / math.log1p(-of_mix) - 1e-9))
     return Summary(
         name=topology.name,
         nodes=topology.size,
@@ -68,7 +72,7 @@ def summarize(topology: Topology, params: int = 1_000_000, *, rho: float | None 
         symmetric=topology.symmetric,
         doubly_stochastic=topology.doubly_stochastic,
         rho=topology.spectral_gap if rho is None else rho,
-        rounds_to_halve=topology.rounds_to_halve if rho is None else _rounds_to_halve(topology, rho),
+        rounds_to_halve=topology.rounds_to_halve if rho is None else halved,
         exact_after=topology.exact_after,
         smallest_eigenvalue=topology.smallest_eigenvalue if static and small else None,
         momentum_limit=topology.momentum_limit,
@@ -100,13 +104,6 @@ def _unsolvable(name: str, n: int, changed: str = "") -> str:
         f"{changed}{name}: no closed form of its spectral gap is known, and {n:,} nodes are too many "
         f"to solve for it; take {LARGEST_SOLVED:,} or fewer"
     )
-
-
-def _rounds_to_halve(topology: Topology, rho: float) -> int | None:
-    """From a closed form: all such families that are static are symmetric or circulant, and shrink by 1 - rho."""
-    of_mix = rho * topology.every
-    mixes = 1 if of_mix >= 0.5 else math.ceil(math.log(0.5) / math.log1p(-of_mix) - 1e-9)
-    return None if topology.changes else topology.every * mixes
 
 
 def compare(n: int, params: int = 1_000_000, **choices: object) -> tuple[list[Summary], dict[str, str]]:

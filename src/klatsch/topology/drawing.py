@@ -60,7 +60,11 @@ def figure(topology: Topology) -> Figure:
         t = k * topology.every
         panel.set_aspect("equal")
         _draw_links(panel, topology, where, t)
-        _draw_nodes(panel, where, small=topology.changes)
+        size = max(6, min(220, 6000 / len(where))) * (0.6 if topology.changes else 1)
+        panel.scatter(where[:, 0], where[:, 1], s=size, color=NODE, zorder=3, linewidths=0, clip_on=False)
+        font = {"color": "white", "fontsize": 6.5 if topology.changes else 8, "ha": "center", "va": "center_baseline"}
+        for i, place in enumerate(where if len(where) <= 32 else ()):
+            panel.annotate(str(i), place, **font, zorder=4)
         # Room for whole nodes and bent links, even around a flat graph.
         span = max(float(np.ptp(where, axis=0).max()), 1.0)
         low, high = where.min(axis=0) - 0.14 * span, where.max(axis=0) + 0.14 * span
@@ -73,6 +77,7 @@ def figure(topology: Topology) -> Figure:
 
 
 def _positions(topology: Topology) -> Positions:
+    """A lattice as it is, a star around its hub, any other graph on a circle."""
     nodes = np.arange(topology.size)
     if topology.lattice is not None:
         return np.stack([nodes % topology.lattice[1], -(nodes // topology.lattice[1])], axis=1).astype(np.float64)
@@ -82,14 +87,6 @@ def _positions(topology: Topology) -> Positions:
     if hub or topology.size == 1:
         circle[0] = 0
     return circle
-
-
-def _draw_nodes(panel: Axes, where: Positions, small: bool) -> None:
-    area = max(6, min(220, 6000 / len(where))) * (0.6 if small else 1)
-    panel.scatter(where[:, 0], where[:, 1], s=area, color=NODE, zorder=3, linewidths=0, clip_on=False)
-    font = 6.5 if small else 8
-    for i, place in enumerate(where if len(where) <= 32 else ()):
-        panel.annotate(str(i), place, color="white", fontsize=font, ha="center", va="center_baseline", zorder=4)
 
 
 def _draw_links(panel: Axes, topology: Topology, where: Positions, t: int) -> None:

@@ -12,7 +12,7 @@ import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
-from itertools import zip_longest
+from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,6 +31,7 @@ UNLIMITED = 10**100  # nodes, for closed forms
 LARGEST_DENSE = 5_000  # nodes, all linked with each other: a gigabyte or two
 MOST_DRAWN = 2_000_000  # links of a random graph: half a minute and a gigabyte
 MOST_LINKS = 20_000_000  # of a base graph over a period: about four gigabytes
+NO_TWO = "near_complete: 2 nodes have only the link it leaves out; take 1 or 3"
 TRIES = 100  # draws of a random graph until it is connected
 
 WeightedLinks = tuple[Nodes, Nodes, Weights]  # both ends and the weight of every undirected link
@@ -297,10 +298,6 @@ def _only_a_line(name: str, line: str) -> Callable[[int], str]:
     return refusal
 
 
-def _no_two(n: int) -> str:
-    return "near_complete: 2 nodes have only the link it leaves out; take 1 or 3" if n == 2 else ""
-
-
 def _no_power_of_two(n: int) -> str:
     lower, upper = 1 << (n.bit_length() - 1), 1 << n.bit_length()
     nearest = lower if n - lower <= upper - n else upper
@@ -374,7 +371,7 @@ FAMILIES: dict[str, Family] = {
         Family(torus, _torus_gap, _only_a_line("torus", "ring"), _nearly_square, lattice=True),
         Family(grid, None, _only_a_line("grid", "path"), _nearly_square, lattice=True),
         Family(complete, lambda n: 1.0, dense=True),
-        Family(near_complete, _near_complete_gap, _no_two, lambda s: 1 if s == 1 else s + 1, dense=True),
+        Family(near_complete, _near_complete_gap, lambda n: NO_TWO * (n == 2), lambda s: s + (s > 1), dense=True),
         Family(star, lambda n: 1.0 if n <= 2 else 1 / n),  # 1 - 1/n on differences between leaves
         # eigenvalues 1 - 2 j / (log2(n) + 1)
         Family(hypercube, lambda n: 1.0 if n == 1 else 2 / n.bit_length(), _no_power_of_two, lambda s: 1 << (s - 1)),
@@ -478,15 +475,18 @@ def _parted(name: str, choices: Mapping[str, object]) -> tuple[dict[str, object]
 
 def base_graph_rounds(n: int, k: int) -> list[WeightedLinks]:
     """Algorithm 3: hyper-hypercubes for the factors up to k + 1, the simple graph for the rest."""
-    nodes = np.arange(n)
+    nodes, rounds = np.arange(n), [Round() for _ in range(base_graph_period(n, k))]
     if _simple_length(n, k) < _composed_length(n, k):
-        rounds = _simple(nodes, k)
+        _simple(rounds, nodes, k)
     else:
         groups = nodes.reshape(_split(n, k))
-        rounds = _in_parallel([_simple(group, k) for group in groups])
-        rounds += _in_parallel([_hyper_hypercube(column, k) for column in groups.T])
+        first = _simple_length(groups.shape[1], k)
+        for group in groups:
+            _simple(rounds[:first], group, k)
+        for column in groups.T:
+            _hyper_hypercube(rounds[first:], column, k)
     empty: WeightedLinks = (nodes[:0], nodes[:0], np.array([]))
-    joined = [zip(empty, *links, strict=True) for links in rounds or [[]]]
+    joined = [zip(empty, *links, strict=True) for links in rounds]
     return [tuple(np.concatenate(part) for part in parts) for parts in joined]  # type: ignore[misc]
 
 
@@ -495,34 +495,36 @@ def base_graph_period(n: int, k: int = 1) -> int:
     return max(1, min(_simple_length(n, k), _composed_length(n, k)))
 
 
-def _hyper_hypercube(nodes: Nodes, k: int) -> list[Round]:
-    """Algorithm 1, for numbers of nodes without prime factors above k + 1: one factor per round."""
+def _hyper_hypercube(rounds: list[Round], nodes: Nodes, k: int) -> None:
+    """Algorithm 1, for numbers of nodes without prime factors above k + 1: one factor per round, over and over."""
     shape = _factors(len(nodes), k)
     assert shape is not None
     cube = nodes.reshape(shape)
-    return [[_cliques(np.moveaxis(cube, axis, -1).reshape(-1, side))] for axis, side in enumerate(shape)]
+    for links, axis in zip(rounds, cycle(range(len(shape))), strict=False):  # a single node rests
+        links.append(_cliques(np.moveaxis(cube, axis, -1).reshape(-1, shape[axis])))
 
 
-def _simple(nodes: Nodes, k: int) -> list[Round]:
+def _simple(rounds: list[Round], nodes: Nodes, k: int) -> None:
     """Algorithm 2, for any number of nodes n: one block of nodes for each digit of n in base k + 1."""
     digits = _digits(len(nodes), k)
     if len(digits) == 1:
-        return _hyper_hypercube(nodes, k)
+        _hyper_hypercube(rounds, nodes, k)
+        return
     sizes = [a * (k + 1) ** p for a, p in digits]
     blocks = np.split(nodes, np.cumsum(sizes)[:-1])
 
     # First all blocks find their own means at the same time; one that is done repeats its rounds.
-    first = len(_hyper_hypercube(blocks[0], k))
-    rounds = _in_parallel([_repeated(_hyper_hypercube(block, k), first) for block in blocks])
-    rounds += [[] for _ in range(_simple_length(len(nodes), k) - first)]
+    first = _simple_length(sizes[0], k)
+    for block in blocks:
+        _hyper_hypercube(rounds[:first], block, k)
 
     # Then block l meets all later blocks: each later node meets one node from each of the a_l parts of block l and
     # takes its share of their mean. Afterwards the mean of every part of block l is the overall mean.
-    for step, (block, (a, p)) in enumerate(zip(blocks, digits, strict=True)):
-        later = blocks[step + 1 :]
+    for start, (block, (a, p)) in enumerate(zip(blocks, digits, strict=True), first):
+        later = blocks[start - first + 1 :]
         parts = block.reshape(a, (k + 1) ** p) if later else block.reshape(1, -1)
         if later:
-            meeting, others = rounds[first + step], np.concatenate(later)
+            meeting, others = rounds[start], np.concatenate(later)
             met, resting = parts[:, : len(others)].ravel(), parts[:, len(others) :].ravel()
             weight = len(block) / (a * (len(block) + len(others)))
             meeting.append((met, np.tile(others, a), np.full(len(met), weight)))
@@ -530,12 +532,8 @@ def _simple(nodes: Nodes, k: int) -> list[Round]:
             rest = (resting[:full].reshape(-1, k + 1), resting[full:].reshape(1, -1))
             meeting += [_cliques(groups) for groups in rest if groups.size]
         # Last, each part averages inside while the later blocks go on.
-        start = first + step + (1 if later else 0)
         for part in parts:
-            again = _repeated(_hyper_hypercube(part, k), len(rounds) - start)
-            for links, more in zip(rounds[start:], again, strict=True):
-                links += more
-    return rounds
+            _hyper_hypercube(rounds[start + bool(later) :], part, k)
 
 
 def _simple_length(n: int, k: int) -> int:
@@ -579,13 +577,3 @@ def _cliques(groups: Nodes) -> WeightedLinks:
     i, j = np.triu_indices(side, k=1)
     a, b = groups[:, i].ravel(), groups[:, j].ravel()
     return a, b, np.full(len(a), 1.0 / side)
-
-
-def _repeated(rounds: list[Round], length: int) -> list[Round]:
-    """The rounds repeated up to a length; a single node rests."""
-    return [list(rounds[t % len(rounds)]) if rounds else [] for t in range(length)]
-
-
-def _in_parallel(schedules: list[list[Round]]) -> list[Round]:
-    """Schedules of different nodes at the same time; the shorter ones rest at the end."""
-    return [[links for part in parts for links in part] for parts in zip_longest(*schedules, fillvalue=[])]

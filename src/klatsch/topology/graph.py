@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.sparse import csr_array, diags_array
+from scipy.sparse import csr_array, diags_array, issparse
 
 from klatsch import own
 from klatsch.arguments import number, whole
@@ -24,17 +24,17 @@ from klatsch.topology.matrix import (
     SUM_TOLERANCE,
     Matrix,
     canonical,
-    check_averaging,
     check_connected,
     check_matrices,
+    depth,
     even,
     identity,
+    is_averaging,
     lossy,
     mapped,
     metropolis_hastings,
     moved,
     places,
-    split_rounds,
     sums_to_one,
     with_self_weights,
 )
@@ -90,8 +90,9 @@ class Topology:
         channels.check_wire(self.name, self.wire, drawn=self.shuffle is not None)
         loss = channels.check_loss(self.name, self.loss, self.one_way, self.wire)
         all_reduce = bool(self.all_reduce) and not (late or self.wire != channels.AS_THEY_ARE or loss)
-        if all_reduce:
-            check_averaging(self.name, matrices[every - 1 :: every])
+        if all_reduce and not all(map(is_averaging, matrices[every - 1 :: every])):
+            weights = f"give every weight as 1 / {matrices[0].shape[0]}"
+            raise ValueError(f"{self.name} with all_reduce = True: {weights}, or leave all_reduce out")
         for P in matrices:
             for part in (P.data, P.indices, P.indptr):
                 part.flags.writeable = False
@@ -165,6 +166,10 @@ class Topology:
     def audience(self, t: int) -> int:
         """The number of who hears whom in round t, or in the next one in which nodes talk."""
         return self.audiences[self._phase(t) // self.every]
+
+    @cached_property
+    def _transposed(self) -> tuple[Matrix, ...]:
+        return tuple(mapped(self.matrices, lambda P: canonical(P.T, self.name)))
 
     @cached_property
     def copies(self) -> int:
@@ -351,10 +356,6 @@ class Topology:
         second = max(0.0, np.square(matrices[0].data).sum() - 1) / (self.size - 1)
         return (even(self.size, 1 + (self.size - 1) * math.sqrt(second)),)
 
-    @cached_property
-    def _transposed(self) -> tuple[Matrix, ...]:
-        return tuple(mapped(self.matrices, lambda P: canonical(P.T, self.name)))
-
     def _others(self, matrices: tuple[Matrix, ...], i: int, t: int) -> NDArray[np.int64]:
         """The columns of node i's row in round t, without i."""
         i, P = whole(i, f"{self.name}: node", 0, self.size - 1), matrices[self._phase(t)]
@@ -374,7 +375,11 @@ def from_matrices(
 
     The other arguments are those of `Topology`.
     """
-    return Topology(name, tuple(split_rounds(matrices)), stochastic, all_reduce=all_reduce)
+    if isinstance(matrices, Iterator):
+        matrices = list(matrices)
+    sparse = isinstance(matrices, list | tuple) and (not matrices or issparse(matrices[0]))
+    rounds = matrices if sparse or depth(matrices) == 3 else [matrices]
+    return Topology(name, tuple(rounds), stochastic, all_reduce=all_reduce)  # type: ignore[arg-type]
 
 
 def from_networkx(
@@ -402,22 +407,19 @@ def from_networkx(
         nodes = sorted(nodes)  # type: ignore[type-var]
     directed, loops = graph.is_directed(), sorted(map(repr, nx.nodes_with_selfloops(graph)))
     simple = f"nx.{'DiGraph' if directed else 'Graph'}(graph)"
-    for wrong, reason in (
-        (not nodes, "the graph has no nodes; give at least one"),
-        (graph.is_multigraph(), f"the graph is a multigraph; merge parallel edges first, for example with {simple}"),
-        (
-            loops,
-            f"node {''.join(loops[:1])} has a self-loop; remove it, for example with graph.remove_edges_from("
-            "nx.selfloop_edges(graph)): its self-weight is what its links leave of 1",
-        ),
-        (
-            directed and weight is None and stochastic != "columns",
-            "the graph is directed, and Metropolis–Hastings weights need an undirected one; take "
-            'graph.to_undirected(), give weight="ATTRIBUTE", or stochastic="columns" for push-sum',
-        ),
-    ):
-        if wrong:
-            raise ValueError(f"{name}: {reason}")
+    reason = ""
+    if not nodes:
+        reason = "the graph has no nodes; give at least one"
+    elif graph.is_multigraph():
+        reason = f"the graph is a multigraph; merge parallel edges first, for example with {simple}"
+    elif loops:
+        remedy = "remove it, for example with graph.remove_edges_from(nx.selfloop_edges(graph))"
+        reason = f"node {loops[0]} has a self-loop; {remedy}: its self-weight is what its links leave of 1"
+    elif directed and weight is None and stochastic != "columns":
+        remedy = 'take graph.to_undirected(), give weight="ATTRIBUTE", or stochastic="columns" for push-sum'
+        reason = f"the graph is directed, and Metropolis–Hastings weights need an undirected one; {remedy}"
+    if reason:
+        raise ValueError(f"{name}: {reason}")
     P = _matrix(graph, nodes, weight, stochastic, name)
     check_connected(name, (P,), label=lambda i: repr(nodes[i]))
     return Topology(name, (P,), stochastic)
@@ -458,8 +460,8 @@ def lazy(topology: Topology) -> Topology:
     """The same graph with (I + P) / 2: half as fast, but no eigenvalue below 0 (what D2 wants on an even ring)."""
     check_topology("lazy", topology)
     itself = identity(topology.size)
-    matrices = _respoken(topology, lambda P: canonical((itself + P) / 2.0, topology.name))
-    return replace(topology, name=f"lazy {topology.name}", matrices=matrices, all_reduce=False)
+    halved = mapped(topology.speaking, lambda P: canonical((itself + P) / 2.0, topology.name))
+    return _rewritten(topology, f"lazy {topology.name}", halved, topology.every, all_reduce=False)
 
 
 def channel(
@@ -500,21 +502,27 @@ def channel(
         communication", 2019, Algorithm 1, for differences and the largest of them.
     """
     check_topology("channel", topology)
-    seldom = _every(topology, every)
+    speaking: Sequence[Matrix] = topology.speaking
+    name, between = topology.name, channels.rounds_between(every) * topology.every
+    if channels.rounds_between(between, len(speaking)) != topology.every:
+        name = f"{name.removesuffix(f'/{topology.every}') if topology.every > 1 else name}/{between}"
     late = channels.rounds_late(late)
-    if topology.late and (late or seldom.every > topology.every):
+    if topology.late and (late or between > topology.every):
         raise ValueError(f"{topology.name} is late already; give every and late together, to a graph without")
     if late:
-        matrices = _respoken(seldom, lambda P: _damped(seldom, P, late))
-        seldom = replace(seldom, name=f"{seldom.name} late {late}", matrices=matrices, late=late)
-    channels.check_wire(seldom.name, wire, drawn=seldom.shuffle is not None)
-    if wire != seldom.wire:
-        matrices = _respoken(seldom, partial(_encodable, channels.encoding(wire)))
-        seldom = replace(seldom, name=f"{seldom.name} {own.label(wire)}", matrices=matrices, wire=wire)
+        speaking, name = mapped(speaking, partial(_damped, topology, late // between)), f"{name} late {late}"
+    channels.check_wire(name, wire, drawn=topology.shuffle is not None)
+    if wire != topology.wire:
+        speaking = mapped(speaking, partial(_encodable, channels.encoding(wire)))
+        name = f"{name} {own.label(wire)}"
     if loss or one_way:
-        ways = " one way" * bool(one_way)
-        seldom = replace(seldom, name=f"{seldom.name} loss {loss}{ways}", loss=loss, one_way=one_way)
-    return seldom
+        name = f"{name} loss {loss}{' one way' * bool(one_way)}"
+    else:
+        loss, one_way = topology.loss, topology.one_way
+    if name == topology.name:  # which says all that is special
+        return topology
+    facts = {"late": late or topology.late, "wire": wire, "loss": loss, "one_way": one_way}
+    return _rewritten(topology, name, speaking, between, **facts)
 
 
 def every(topology: Topology, H: int) -> Topology:
@@ -523,34 +531,27 @@ def every(topology: Topology, H: int) -> Topology:
     return channel(topology, every=H)
 
 
-def _every(topology: Topology, H: int) -> Topology:
-    rounds_between, speaking = channels.rounds_between, topology.speaking
-    between = rounds_between(rounds_between(H) * topology.every, len(speaking))
-    if between == topology.every:
-        return topology
-    name = topology.name.removesuffix(f"/{topology.every}") if topology.every > 1 else topology.name
-    matrices = [identity(topology.size)] * (between * len(speaking))
-    matrices[between - 1 :: between] = speaking
-    return replace(topology, name=f"{name}/{between}", matrices=tuple(matrices), every=between)
+def _rewritten(topology: Topology, name: str, speaking: Sequence[Matrix], every: int, **facts: Any) -> Topology:
+    """The graph with these matrices in every H-th round, and silence in the others."""
+    matrices = [identity(topology.size)] * (every * len(speaking))
+    matrices[every - 1 :: every] = speaking
+    return replace(topology, name=name, matrices=tuple(matrices), every=every, **facts)
 
 
-def _respoken(topology: Topology, change: Callable[[Matrix], Matrix]) -> tuple[Matrix, ...]:
-    """The matrices of a graph with those of rounds with gossip changed."""
-    matrices = list(topology.matrices)
-    matrices[topology.every - 1 :: topology.every] = mapped(topology.speaking, change)
-    return tuple(matrices)
-
-
-def _damped(topology: Topology, P: Matrix, late: int) -> Matrix:
-    """The matrix with weights small enough for pulls that arrive when `k` newer values are on their way.
+def _damped(topology: Topology, k: int, P: Matrix) -> Matrix:
+    """The matrix with weights small enough for pulls that arrive when k newer values are on their way.
 
     A mode of the disagreement follows v <- v - mu v_k, with the v of k mixes ago and mu an eigenvalue of I - P. It dies
     out if mu < 2 sin(pi / (4 k + 2)) (Levin and May 1976); half of that leaves room for rules that look back.
     """
-    k, top, itself = late // topology.every, _largest(topology, P), identity(topology.size)
-    if k == 0 or top <= 0:
+    if k == 0:
         return P
-    limit = math.sin(math.pi / (4 * k + 2))
+    # The largest eigenvalue of I - P, or a bound on it (Gershgorin's).
+    exact = topology.symmetric and not topology.changes
+    top = 1.0 - topology.smallest_eigenvalue if exact else 2.0 * float(1.0 - P.diagonal().min())
+    if top <= 0:
+        return P
+    itself, limit = identity(topology.size), math.sin(math.pi / (4 * k + 2))
     return canonical(itself + min(1.0, limit / top) * (P - itself), topology.name)
 
 
@@ -583,13 +584,6 @@ def _short(bits: int, P: Matrix) -> Matrix:
     own = 1.0 - links.sum(axis=1)
     even = np.allclose(links.sum(axis=0), links.sum(axis=1), rtol=0, atol=SUM_TOLERANCE)
     return csr_array(links + diags_array(own)) if even else P
-
-
-def _largest(topology: Topology, P: Matrix) -> float:
-    """The largest eigenvalue of I - P, or a bound on it (Gershgorin's)."""
-    if topology.symmetric and not topology.changes:
-        return 1.0 - topology.smallest_eigenvalue
-    return 2.0 * float(1.0 - P.diagonal().min())
 
 
 def check_topology(taker: str, topology: object) -> None:

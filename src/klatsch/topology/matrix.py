@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
@@ -120,17 +120,10 @@ def exact_weights(P: Matrix, dtype: torch.dtype, by_rows: bool = True) -> tuple[
 # --- checks ---------------------------------------------------------------------------------------------------------
 
 
-def split_rounds(matrices: Any) -> list[Any]:
-    """The matrices of all rounds, from one matrix or a list of them."""
-    if isinstance(matrices, Iterator):
-        matrices = list(matrices)
-    several = isinstance(matrices, list | tuple) and (not matrices or issparse(matrices[0]))
-    return list(matrices) if several or _depth(matrices) == 3 else [matrices]
-
-
-def _depth(rows: Any) -> int:
+def depth(rows: Any) -> int:
+    """How many axes an array or a nested list has, which may be ragged."""
     if isinstance(rows, list | tuple):
-        return 1 + (_depth(rows[0]) if rows else 0)
+        return 1 + (depth(rows[0]) if rows else 0)
     return np.ndim(rows)
 
 
@@ -211,13 +204,6 @@ def is_averaging(P: Matrix) -> bool:
     """Whether P is the averaging matrix, with 1 / M everywhere."""
     size = P.shape[0]
     return bool(P.nnz == size**2 and np.abs(P.data - 1 / size).max() <= ROUNDING)
-
-
-def check_averaging(name: str, matrices: Sequence[Matrix]) -> None:
-    """Refuse an all-reduce that does not give every node the exact mean."""
-    if not all(map(is_averaging, matrices)):
-        size = matrices[0].shape[0]
-        raise ValueError(f"{name} with all_reduce = True: give every weight as 1 / {size}, or leave all_reduce out")
 
 
 def _settles(matrices: Sequence[Matrix]) -> bool:

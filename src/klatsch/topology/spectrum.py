@@ -34,11 +34,6 @@ def is_symmetric(P: Matrix) -> bool:
     return bool(difference.nnz == 0 or np.abs(difference.data).max() <= ZERO)
 
 
-def is_normal(P: Matrix) -> bool:
-    """Whether P P^T = P^T P, as for symmetric and circulant matrices, whose powers contract exactly by |lambda_2|."""
-    return is_symmetric(P) or bool(np.abs((P @ P.T - P.T @ P).data).max(initial=0.0) <= ZERO)
-
-
 def second_modulus(matrices: Sequence[Matrix]) -> float:
     """|lambda_2| of one period's product P_tau ... P_1: the largest modulus once the eigenvalue 1 is set aside."""
     size = matrices[0].shape[0]
@@ -244,7 +239,9 @@ def rounds_to_halve(matrices: Sequence[Matrix], doubly: bool, second_modulus: Ca
     size, period = matrices[0].shape[0], len(matrices)
     if size == 1:
         return 0
-    if not doubly or (period == 1 and is_normal(matrices[0])):
+    # Powers of normal matrices, such as symmetric and circulant ones, contract exactly by |lambda_2|.
+    P, one = matrices[0], period == 1
+    if not doubly or (one and (is_symmetric(P) or np.abs((P @ P.T - P.T @ P).data).max(initial=0.0) <= ZERO)):
         return _from_modulus(second_modulus(), period)
     # Gossip never increases the distance: bisection finds the first round.
     most = math.inf if size <= DENSE_LIMIT else FARTHEST
@@ -262,19 +259,13 @@ def effective_neighbors(matrices: Sequence[Matrix], gamma: float, every: int = 1
     decay = gamma ** np.arange(every)
     gathered = float(decay.sum())
     since = float(decay @ np.arange(every - 1, -1, -1))  # noise since the last mix, summed over the rounds
-    after_mix = gathered * _variance(matrices, gamma**every)
-    return 1 / (1 - gamma) / ((gathered * after_mix + since) / every)
-
-
-def _variance(matrices: Sequence[Matrix], gamma: float) -> float:
-    """The mean stationary variance, exact where the graph is small."""
-    size, period = matrices[0].shape[0], len(matrices)
-    if period == 1 and size <= 4 * DENSE_LIMIT and is_symmetric(matrices[0]):
+    size, between = matrices[0].shape[0], gamma**every
+    if len(matrices) == 1 and size <= 4 * DENSE_LIMIT and is_symmetric(matrices[0]):
         squared = np.linalg.eigvalsh(matrices[0].toarray()) ** 2
-        return float(np.mean(squared / (1 - gamma * squared)))
-    if size <= DENSE_LIMIT:
-        return _stationary_variance(matrices, gamma)
-    return _estimated_variance(matrices, gamma)
+        variance = float(np.mean(squared / (1 - between * squared)))
+    else:
+        variance = (_stationary_variance if size <= DENSE_LIMIT else _estimated_variance)(matrices, between)
+    return 1 / (1 - gamma) / ((gathered * (gathered * variance) + since) / every)
 
 
 def _from_modulus(modulus: float, period: int) -> int:
