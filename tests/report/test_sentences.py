@@ -6,15 +6,15 @@ from functools import cache
 import numpy as np
 import pytest
 
+from klatsch.catalogue import GROUPS
 from klatsch.clock import Clock
 from klatsch.report.figures import StudyFigure
-from klatsch.report.installed import GROUPS
 from klatsch.report.pages import Outline
 from klatsch.report.selection import best_of, chosen_for, options_of, reaching, timed
 from klatsch.report.sentences import STANDING, Sentence, Tolerance, factor, is_behind
 from klatsch.study import Row, expand, parse
+from klatsch.study.cases import exchange_of
 from klatsch.study.choices import place
-from klatsch.study.traffic import exchange_of
 from klatsch.units import duration
 from tests.report.test_installed import thinned
 

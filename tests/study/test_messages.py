@@ -5,8 +5,7 @@ import pytest
 
 from klatsch.clock import Clock, Links
 from klatsch.study import Row, Store, expand, parse, run_study
-from klatsch.study.cases import Channel
-from klatsch.study.traffic import elapsed, exchange_of
+from klatsch.study.cases import Channel, elapsed, exchange_of
 
 pytestmark = pytest.mark.slow
 

@@ -23,9 +23,9 @@ from klatsch.clock import Clock
 from klatsch.report import selection
 from klatsch.report.selection import Selections, best_of, distinct, grouped, in_words, options_of, selected
 from klatsch.report.sentences import Race, factor, is_behind, spread
+from klatsch.study.cases import sent_by
 from klatsch.study.choices import LOSS, Row
 from klatsch.study.spec import Options
-from klatsch.study.traffic import sent_by
 from klatsch.units import duration
 
 if TYPE_CHECKING:
@@ -573,12 +573,8 @@ def values_of(figure: Figure) -> Options | None:
         x, mean, low, high = ([float(f"{v:.6g}") for v in values] for values in (course.x, *course.spread))
         notes = course.notes if len(course.notes) == len(x) else []
         look = {"colour": to_hex(course.style["color"]), "dash": DASHES.index(course.style["linestyle"])}
-        return {"name": course.name, "more": course.more, "notes": notes, **look} | {
-            "x": x,
-            "mean": mean,
-            "low": low,
-            "high": high,
-        }
+        words = {"name": course.name, "more": course.more, "notes": notes}
+        return {**words, **look, "x": x, "mean": mean, "low": low, "high": high}
 
     axes = [axis for axis in figure.axes if axis in DRAWN]
     if not axes:

@@ -15,16 +15,15 @@ from typing import TYPE_CHECKING
 
 from klatsch import files, pictures
 from klatsch.clock import Clock
+from klatsch.extras import VERSION
 from klatsch.report import figures
 from klatsch.report.selection import clock_of, options_of
 from klatsch.report.sentences import STANDING, Race, Sentence, Verdict
-from klatsch.study.cases import Case
-from klatsch.study.choices import BESIDE, Row, screened, timed
-from klatsch.study.export import save_csv
+from klatsch.study.cases import Case, Remembered
+from klatsch.study.choices import BESIDE, Row, save_csv, screened, timed
 from klatsch.study.spec import Options, Study
-from klatsch.study.store import Remembered, Store
+from klatsch.study.store import Store
 from klatsch.units import compact, counted
-from klatsch.version import VERSION
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

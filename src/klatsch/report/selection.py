@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-import inspect
+import operator
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
-from typing import Annotated, TypeVar
+from typing import Annotated, Self, TypeVar
 
 import numpy as np
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
-from klatsch import own, rules
+from klatsch import own
 from klatsch.arguments import shown, there_are
 from klatsch.clock import Clock, Deaths, Links, Sites, Uneven
-from klatsch.study.cases import Case
+from klatsch.study.cases import Case, defaults, elapsed
 from klatsch.study.choices import Row
-from klatsch.study.spec import Options
-from klatsch.study.traffic import elapsed
+from klatsch.study.spec import Options, grouped
 from klatsch.units import compact, ordinal
 
 BOUNDS: dict[str, Callable[..., bool]] = {
-    "above": lambda value, bound: value > bound,
-    "below": lambda value, bound: value < bound,
-    "from": lambda value, bound: value >= bound,
-    "to": lambda value, bound: value <= bound,
+    "above": operator.gt,
+    "below": operator.lt,
+    "from": operator.ge,
+    "to": operator.le,
     "starts": lambda value, bound: str(value).startswith(bound),
 }
 NAMES = ("rule", "options", "topology", "graph", "wire", "hook", "clock")  # options whose values say what they are
@@ -35,7 +33,6 @@ Selections = Annotated[
     tuple[Selection, ...], BeforeValidator(lambda given: [given] if isinstance(given, Mapping) else given)
 ]
 Value = TypeVar("Value")
-Table = TypeVar("Table", bound="Words")
 
 
 class Words(BaseModel):
@@ -44,7 +41,7 @@ class Words(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     @classmethod
-    def read(cls: type[Table], tables: Sequence[Options], key: str) -> dict[str, Table]:
+    def read(cls, tables: Sequence[Options], key: str) -> dict[str, Self]:
         """Tables of a study by their places, such as "sentences[0]"."""
         read = {}
         for k, table in enumerate(tables):
@@ -62,24 +59,15 @@ class Words(BaseModel):
         return read
 
 
-@cache
-def _defaults(rule: str) -> Options:
-    """The defaults of a built-in rule; those of others are in files that a store must not open."""
-    if own.is_own(rule):
-        return {}
-    options = inspect.signature(rules.kind(rule)).parameters.values()
-    known = {option.name: option.default for option in options if option.default is not option.empty}
-    return {name: "none" if value is None else value for name, value in known.items()}  # TOML has no null
-
-
 def options_of(row: Row | Case) -> Options:
     """All options of a row or run but the learning rate and the seed, defaults included."""
     if isinstance(row, Row):
         names = {"rule": row.rule.partition(" (")[0], "topology": row.topology.partition(" (")[0]}
         of_row = {"options": row.rule, "graph": row.topology, "nodes": row.nodes, **row.setting}
         return (options_of(row.case) if row.case else names) | of_row
+    known = {} if own.is_own(row.rule) else defaults("rule", row.rule)  # in files that a store must not open
     return {
-        **_defaults(row.rule),
+        **{name: "none" if value is None else value for name, value in known.items()},  # TOML has no null
         "schedule": "constant",
         **row.rule_options,
         **row.channel._asdict(),
@@ -149,14 +137,6 @@ def distinct(rows: Iterable[Row], of: Callable[[Row], Value]) -> list[Value]:
     return list(dict.fromkeys(of(row) for row in rows))
 
 
-def grouped(rows: Iterable[Row], by: Callable[[Row], Value]) -> dict[Value, list[Row]]:
-    """Rows by a value."""
-    groups: dict[Value, list[Row]] = {}
-    for row in rows:
-        groups.setdefault(by(row), []).append(row)
-    return groups
-
-
 def varying(rows: Sequence[Row]) -> list[str]:
     """The problem's options that differ between rows."""
     names = dict.fromkeys(name for row in rows for name in row.setting)
@@ -224,17 +204,17 @@ def reaching(rows: Iterable[Row], share: float) -> list[Row]:
 
     The best is that of any row at the end, among those with as many nodes. (Of errors: the smallest over the share.)
     """
-    found = list[Row]()
+    reached = list[Row]()
     for same in grouped(rows, lambda row: (row.nodes, row.setting_text)).values():
         best = best_of(same)
         target = best.value * share if best.largest else best.value / share
         for row in same:
-            there = row.curve >= target if row.largest else row.curve <= target
-            first = np.where(there.any(1), np.array(row.elapsed)[there.argmax(1)], np.inf)[:, None, None]
+            arrived = row.curve >= target if row.largest else row.curve <= target
+            first = np.where(arrived.any(1), np.array(row.elapsed)[arrived.argmax(1)], np.inf)[:, None, None]
             known = vars(row.stopped(1)) | {"metric": "seconds", "largest": False, "merged": None, "worst": None}
             known |= {"steps": row.steps[-1:], "elapsed": None, "curves": first, "consensus": first}
-            found.append(Reached(**known))
-    return found
+            reached.append(Reached(**known))
+    return reached
 
 
 def first_done(rows: Iterable[Row]) -> float:

@@ -1,24 +1,29 @@
-"""What a study found: the best learning rate over the seeds for every rule, graph, size and setting."""
+"""What a study found: the best learning rate for every rule, graph, size and setting; and all runs as a flat table."""
 
 from __future__ import annotations
 
+import csv
+import io
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from klatsch import files
 from klatsch.clock import Clock
+from klatsch.extras import need
 from klatsch.problems.base import DISTANCE, Headline
 from klatsch.study.batches import Outcome
-from klatsch.study.cases import Case
-from klatsch.study.spec import Options, Study
+from klatsch.study.cases import Case, Exchange, elapsed, sent_by
+from klatsch.study.spec import Options, Study, grouped
 from klatsch.study.store import Store
-from klatsch.study.traffic import Exchange, elapsed
 from klatsch.units import in_words
 
+Runs = Sequence[tuple[str, Case]]  # with their keys
 BESIDE = {"merged": "merged model", "worst": "worst node"}  # what rows know beside the mean of nodes
 LOSS = "train_loss"  # what they know beside an accuracy
 
@@ -172,8 +177,8 @@ def names_of(cases: Iterable[Case]) -> Callable[[Case], Names]:
     )
 
 
-def summarize(runs: Iterable[tuple[str, Case]], store: Store, metric: str | None = None) -> list[Row]:
-    """The rows of those runs, given with their keys, that the store holds, in order.
+def summarize(runs: Runs, store: Store, metric: str | None = None) -> list[Row]:
+    """The rows of those runs that the store holds, in order.
 
     Learning rates are chosen by this metric, or the problem's own, among those with as many seeds as the most complete.
     """
@@ -181,10 +186,7 @@ def summarize(runs: Iterable[tuple[str, Case]], store: Store, metric: str | None
 
 
 def rows_by_place(
-    runs: Iterable[tuple[str, Case]],
-    store: Store,
-    metric: str | None = None,
-    names: Callable[[Case], Names] | None = None,
+    runs: Runs, store: Store, metric: str | None = None, names: Callable[[Case], Names] | None = None
 ) -> dict[RowKey, Row]:
     """The same, with the place of each row; `names` of these runs beside others, if there are any."""
     cases = dict(runs)
@@ -196,20 +198,16 @@ def rows_by_place(
         some = next(iter(store.outcomes([next(iter(outcomes))]).values()))
         raise ValueError(f"no metric {headline.metric!r}; there are {', '.join(some.metrics)}")
     names = names or names_of(cases.values())
-    groups: dict[RowKey, list[tuple[Case, Outcome]]] = {}
-    for key, case in cases.items():
-        if key in outcomes:
-            groups.setdefault(place(case), []).append((case, outcomes[key]))
+    done = [(case, outcomes[key]) for key, case in cases.items() if key in outcomes]
+    groups = grouped(done, lambda run: place(run[0]))
     return {place: _row(group, headline, names(group[0][0])) for place, group in groups.items()}
 
 
 def _row(group: list[tuple[Case, Outcome]], headline: Headline, names: Names) -> Row:
     outcomes = {(case.lr, case.seed): outcome for case, outcome in group}
-    seeds_of: dict[float, list[int]] = {}
-    for lr, seed in outcomes:
-        seeds_of.setdefault(lr, []).append(seed)
-    seeds = max(seeds_of.values(), key=len)
-    lrs = [lr for lr, own in seeds_of.items() if set(seeds) <= set(own)]
+    by_rate = grouped(outcomes, lambda run: run[0])
+    seeds = [seed for _, seed in max(by_rate.values(), key=len)]
+    lrs = [lr for lr in by_rate if all((lr, seed) in outcomes for seed in seeds)]
 
     def stacked(name: str) -> NDArray[np.float64]:
         return np.array([[outcomes[lr, seed].metrics[name] for lr in lrs] for seed in seeds]).swapaxes(1, 2)
@@ -310,3 +308,104 @@ def screened_in(store: Store) -> tuple[set[str], dict[RowKey, tuple[float, ...]]
             full |= {case.key for case in runs.full}
             tried |= runs.tried
     return short - full, tried
+
+
+# --- runs as a flat table -------------------------------------------------------------------------------------------
+
+
+def differences(one: Store, other: Store, runs: Runs) -> tuple[list[Options], int, int]:
+    """How far runs of one store are from those of another with equal settings, and how many only one of them has.
+
+    `largest` is that of |a - b| / max(|a|, |b|) of the final values of a rule on a graph of a size; nan where one
+    diverged alone.
+    """
+    keys_there = {key for key, _ in other.runs()}
+    both = [run for run in runs if run[0] in keys_there]
+    names = names_of(case for _, case in both)
+    finals = [store.outcomes([key for key, _ in both], last=True) for store in (one, other)]
+
+    def apart(key: str, case: Case) -> float:
+        a, b = (float(outcomes[key].metrics[case.headline.metric][-1]) for outcomes in finals)
+        return 0.0 if a == b else abs(a - b) / max(abs(a), abs(b))  # inf / inf is nan
+
+    groups = grouped(both, lambda run: (names(run[1]).rule, names(run[1]).topology, run[1].nodes))
+    rows: list[Options] = [
+        {"rule": rule, "topology": topology, "nodes": nodes, "runs": len(group)}
+        | {"largest": float(np.max([apart(*run) for run in group]))}
+        for (rule, topology, nodes), group in groups.items()
+    ]
+    return rows, len(runs) - len(both), len(keys_there) - len(both)
+
+
+def records(
+    store: Store, runs: Runs, curves: bool = False, clock: Clock | None = None, options: bool = False
+) -> list[Options]:
+    """One record per run with its final metrics, or with `curves` one per recorded round.
+
+    `bytes_sent` is what a node has sent up to that round, and with a clock `elapsed` the seconds until it is done. With
+    `options`, those of rules and graphs are columns, too; "rule." or "topology." is before a name that is taken.
+    """
+    outcomes = store.outcomes([key for key, _ in runs], last=not curves)
+    records: list[Options] = []
+    names_by_run = names_of(case for _, case in runs)
+    for key, case in runs:
+        outcome, names = outcomes[key], names_by_run(case)
+        head: Options = {
+            "problem": names.problem,
+            **case.problem_options,
+            "topology": names.topology,
+            "nodes": case.nodes,
+            "rule": names.rule,
+            "lr": case.lr,
+            "seed": case.seed,
+            "steps": case.steps,
+            "dtype": case.dtype,
+            **{name: vars(outcome)[name] for name in ("device", "engine", "seconds", "finished")},
+            "key": key,
+        }
+        if options:
+            for kind, given in (("rule", case.rule_options), ("topology", case.topology_options)):
+                head |= {f"{kind}.{name}" if name in head else name: v for name, v in given.items() if name != "lr"}
+        steps, bytes_ = outcome.steps.tolist(), outcome.exchange.sent
+        when = None if clock is None else elapsed(case, outcome.exchange, clock, steps)
+        for k, step in enumerate(steps):
+            cost: Options = {"bytes_sent": None if bytes_ is None else sent_by(case, step, bytes_)}
+            cost |= {} if clock is None else {"elapsed": None if when is None else when[k]}
+            metrics = {name: float(series[k]) for name, series in outcome.metrics.items()}
+            records.append({**head, "step": step, **cost, **metrics})
+    columns = list(dict.fromkeys(name for record in records for name in record))
+    return [{name: record.get(name) for name in columns} for record in records]
+
+
+def to_csv(records: Sequence[Options], path: Path) -> None:
+    """Write records as CSV; diverged values are inf."""
+    save_csv([records[0].keys(), *(record.values() for record in records)], path)
+
+
+def save_csv(lines: Iterable[Iterable[object]], path: Path) -> None:
+    """Write lines of cells as CSV."""
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(map(_quoted, line) for line in lines)
+    files.save(path, text.getvalue().encode(), "CSV")
+
+
+def _quoted(cell: object) -> object:
+    """A cell; one that a spreadsheet would take for a formula begins with its mark of a text."""
+    if not isinstance(cell, str) or cell[:1] not in ("=", "+", "-", "@") or cell == "-":
+        return cell
+    try:
+        float(cell)
+    except ValueError:
+        return f"'{cell}"
+    return cell
+
+
+def to_parquet(records: Sequence[Options], path: Path) -> None:
+    """Write records as Parquet, with types."""
+    need("--parquet", "pyarrow")
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    data = pa.BufferOutputStream()
+    pq.write_table(pa.Table.from_pylist(list(records)), data)
+    files.save(path, data.getvalue().to_pybytes(), "Parquet")

@@ -20,10 +20,10 @@ from klatsch import problems
 from klatsch.simulation.simulator import check_place
 from klatsch.study import workers
 from klatsch.study.batches import DTYPES, Batch, Outcome, pack, quick
-from klatsch.study.cases import Case, LeftOut, expand
+from klatsch.study.cases import Case, LeftOut, Remembered, expand
 from klatsch.study.choices import Row, screened
 from klatsch.study.spec import Study
-from klatsch.study.store import Remembered, Store
+from klatsch.study.store import Store
 from klatsch.study.workers import MOST_LOSSES, Open, Workers, keep_dying
 from klatsch.watch.events import Log
 from klatsch.watch.sinks import Given, sinks_of

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
 from pydantic import (
@@ -23,9 +23,9 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails
 
-from klatsch import own, problems, rules
+from klatsch import catalogue, own, problems, rules
 from klatsch import topology as topologies
-from klatsch.arguments import check_options, printable, shown, there_are, whole
+from klatsch.arguments import check_options, named, printable, shown, there_are, whole
 from klatsch.clock.rounds import check_meets
 from klatsch.files import text_of
 from klatsch.topology.channel import CHANNEL, check_channel
@@ -54,6 +54,8 @@ WANTED = {  # what to give, for errors
 }
 
 Options = dict[str, Any]
+Thing = TypeVar("Thing")
+Group = TypeVar("Group")
 
 
 def several(value: object) -> list[Any]:
@@ -65,6 +67,14 @@ def several(value: object) -> list[Any]:
     for entry in entries:  # may be a table, or a mistake that is refused later
         distinct.setdefault(entry if isinstance(entry, str | int | float) else (repr(entry),), entry)
     return list(distinct.values())
+
+
+def grouped(things: Iterable[Thing], by: Callable[[Thing], Group]) -> dict[Group, list[Thing]]:
+    """Things by a value of each, in order."""
+    groups: dict[Group, list[Thing]] = {}
+    for thing in things:
+        groups.setdefault(by(thing), []).append(thing)
+    return groups
 
 
 def axes(options: Options) -> list[list[Any]]:
@@ -432,3 +442,45 @@ def _explained(error: ErrorDetails) -> str:
     elif message.startswith(f"{field} = "):
         return key.removesuffix(field) + message
     return f"{key} = {shown(value)}; {message}"
+
+
+# --- studies that come with klatsch, at several scales ---------------------------------------------------------------
+
+
+def content_of(name: str, scale: str) -> Options:
+    """What an installed study says at one of its scales, as `study.parse` takes it."""
+    content = tomllib.loads((catalogue.STUDY_FILES / f"{name}.toml").read_text(encoding="utf-8"))
+    chosen = named("scale", scale, content.pop("scales"))
+    title = f"{content.pop('title')} ({scale} scale)"
+    return {"name": f"{name}-{scale}", "title": title, **content, **chosen}
+
+
+def _points(epochs: int) -> int:
+    """How many points are recorded of so many epochs, where a study has no number of its own."""
+    return max(3, min(epochs, 10))
+
+
+def study_of(name: str, scale: str, device: str = "cpu", dtype: str | None = None, epochs: int | None = None) -> Study:
+    """An installed study; in float32 on a CPU, where that is twice as fast, and in float64 on a GPU, unless it says so.
+
+    Args:
+        name: of `catalogue.STUDIES`.
+        scale: "quick" or "paper".
+        device: see `Study`.
+        dtype: another one than usual.
+        epochs: another number, of studies that count them.
+    """
+    content = content_of(name, scale) | {"device": device}
+    if epochs is not None:
+        if "epochs" not in content:
+            raise ValueError(f"epochs = {epochs}, but {name} has no data set to go through; leave epochs out")
+        if content["record"] == _points(content["epochs"]):
+            content["record"] = _points(epochs)
+        content["epochs"] = epochs
+        if short := content.get("screen", {}).get("epochs"):
+            content["screen"] |= {"epochs": min(epochs, short)}
+    if dtype is not None:
+        if content.get("dtype", dtype) != dtype:
+            raise ValueError(f"dtype = {dtype!r}; {name} trains in {content['dtype']}, leave dtype out")
+        content["dtype"] = dtype
+    return parse({"dtype": "float32" if device == "cpu" else "float64"} | content)
