@@ -16,7 +16,7 @@ from klatsch.arguments import shown, there_are
 from klatsch.clock import Clock, Deaths, Links, Sites, Uneven
 from klatsch.study.cases import Case, defaults, elapsed
 from klatsch.study.choices import Row
-from klatsch.study.spec import Options, grouped
+from klatsch.study.spec import Options, explained, grouped
 from klatsch.units import compact, ordinal
 
 BOUNDS: dict[str, Callable[..., bool]] = {
@@ -48,14 +48,7 @@ class Words(BaseModel):
             try:
                 read[f"{key}[{k}]"] = cls.model_validate(table)
             except ValidationError as refusal:
-                error = refusal.errors(include_url=False)[0]
-                place = ".".join([f"{key}[{k}]", *map(str, error["loc"])])
-                if error["type"] == "extra_forbidden":
-                    known = [field.alias or name for name, field in cls.model_fields.items()]
-                    raise ValueError(f"unknown key {place!r}; {there_are(str(error['loc'][-1]), known)}") from None
-                given = "" if error["type"] in ("missing", "value_error") else f" = {shown(error['input'])}"
-                message = error["msg"].removeprefix("Value error, ")
-                raise ValueError(f"{place}{given}: {message[:1].lower()}{message[1:]}") from None
+                raise ValueError(explained(refusal.errors(include_url=False)[0], cls, f"{key}[{k}]")) from None
         return read
 
 

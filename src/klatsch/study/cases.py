@@ -430,34 +430,22 @@ Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]  # or bytes
 
 @dataclass(frozen=True)
 class Exchange:
-    """What nodes send in a run, as plain data.
-
-    Args:
-        numbers: how many a vector has.
-        sent: bytes that a node sends over the run, mean over the nodes; None if that is not known.
-        messages: of a round with gossip.
-        all_reduce: whether nodes use one.
-        links: senders and receivers in each round with gossip of the graph's period, as JSON.
-        shuffle: the seed by which nodes change places before every round, if they do.
-        when: round and seconds of each recorded point, where nodes do not meet in rounds: the run's own clock.
-        unknown: why something is not known.
-        encoded: bytes of a vector in a custom encoding, whose file is not executed to find them, or of a gradient as a
-            hook of an all-reduce sends it.
-        grows: the power of the number of parameters with which the bytes of a hook grow.
-    """
+    """What nodes send in a run, as plain data."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
-    numbers: Count
-    sent: Seconds | None = None
-    messages: tuple[Sending, ...] = ()
+    numbers: Count  # of a vector
+    sent: Seconds | None = None  # bytes of a node over the run, mean over the nodes, if known
+    messages: tuple[Sending, ...] = ()  # of a round with gossip
     all_reduce: bool = False
-    links: str = ""
-    shuffle: Annotated[int, Field(ge=0)] | None = None
+    links: str = ""  # senders and receivers in each round with gossip of the graph's period, as JSON
+    shuffle: Annotated[int, Field(ge=0)] | None = None  # the seed by which nodes change places before every round
+    # Round and seconds of each recorded point, where nodes do not meet in rounds: the run's own clock.
     when: tuple[tuple[Count, Seconds], ...] = ()
-    unknown: str = ""
+    unknown: str = ""  # why something is not known
+    # Bytes of a vector in a custom encoding, whose file is not executed to find them, or of a gradient in a hook.
     encoded: Seconds | None = None
-    grows: Seconds = 1.0
+    grows: Seconds = 1.0  # the power of the number of parameters with which the bytes of a hook grow
 
     @property
     def text(self) -> str:

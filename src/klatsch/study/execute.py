@@ -66,9 +66,9 @@ class Progress:
         self.first = self.first or (time.monotonic(), batch.work)
         headline = batch.cases[0].headline
         if headline.metric in outcomes[0].metrics:
-            finals = [float(outcome.metrics[headline.metric][-1]) for outcome in outcomes]
-            candidates = [*([self.best] if self.best else []), *zip(finals, batch.cases, strict=True)]
-            self.best = (max if headline.largest else min)(candidates, key=itemgetter(0))
+            finals = [(float(outcome.metrics[headline.metric][-1]), case) for case, outcome in self.newest]
+            best = max if headline.largest else min
+            self.best = best([self.best, *finals] if self.best else finals, key=itemgetter(0))
 
     @property
     def seconds(self) -> float:

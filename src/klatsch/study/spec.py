@@ -416,27 +416,29 @@ def parse(content: Mapping[str, Any], source: str = "", folder: str | Path = "",
         errors = refusal.errors(include_url=False)
         errors.sort(key=lambda error: error["type"] != "extra_forbidden")  # a misspelt key explains a missing one
         more = f"; that is the first of {len(errors)} mistakes" if len(errors) > 1 else ""
-        raise ValueError(f"{source}{_explained(errors[0])}{more}") from None
+        known = Screen if errors[0]["loc"][0] == "screen" else Study
+        raise ValueError(f"{source}{explained(errors[0], known)}{more}") from None
 
 
-def _explained(error: ErrorDetails) -> str:
-    """The error as one line: a message of klatsch, or what is wanted in place of pydantic's."""
+def explained(error: ErrorDetails, known: type[BaseModel], place: str = "") -> str:
+    """An error in a table of this kind as one line: a message of klatsch, or what is wanted in place of pydantic's."""
     loc = error["loc"]
     field = next((str(part) for part in reversed(loc) if isinstance(part, str)), "")
     if field not in ("rules", "topologies"):  # others are lists of plain values, and the value says which
         loc = loc[: len(loc) - loc[::-1].index(field)] if field else loc
-    key = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc).lstrip(".")
+    parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc)
+    key = "".join([place, *parts]).lstrip(".")
     if error["type"] == "extra_forbidden":
-        known = Screen if key.startswith("screen.") else Study
         if key == "scales":
             return "scales are for studies that come with klatsch (klatsch reproduce NAME); give the keys of one scale"
-        return f"unknown key {key!r}; {there_are(key, known.model_fields)}"
+        names = [field.alias or name for name, field in known.model_fields.items()]
+        return f"unknown key {key!r}; {there_are(str(loc[-1]), names)}"
     if error["type"] == "missing":
         return f"{key} is missing; give it, as in the example of docs/studies.md"
     value, message = error["input"], error["msg"].removeprefix("Value error, ")
     if error["type"] != "value_error":
         asked = "clocks" if loc[:1] == ("clocks",) else field  # clocks have names of the user's, such as lr
-        message = f"give {WANTED.get(asked, message)}"
+        message = f"give {WANTED[asked]}" if asked in WANTED else f"{message[:1].lower()}{message[1:]}"
     elif isinstance(value, dict | BaseModel):  # the message shows the option and its value
         return f"{key}: {message}" if key else message
     elif message.startswith(f"{field} = "):
