@@ -63,7 +63,7 @@ def rows_of(name):
                 epochs=case.epochs,
                 sent=1e6 * float(line["MB sent"]),
                 case=case,
-                **beside,
+                others=beside,
             )
         )
     return rows

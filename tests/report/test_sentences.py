@@ -60,8 +60,7 @@ def of_case(case, value, half=None, spread=0.0, beside=None):
         metric=metric,
         largest=metric == "accuracy",
         epochs=case.epochs,
-        merged=curves if beside is None else 0 * curves + beside,
-        worst=curves if beside is None else 0 * curves + beside,
+        others=dict.fromkeys(("merged", "worst"), curves if beside is None else 0 * curves + beside),
         sent=exchange.sent,
         case=case,
         exchange=exchange,
@@ -459,9 +458,9 @@ def test_an_option_that_theirs_fix_may_differ():
 def test_what_merging_changes():
     words = {"ours": {}, "theirs": {"of": "merged"}, "by": ["options", "graph", "nodes"]}
     (low, high) = pair(0.85, 0.88)
-    fine = [replace(r, merged=r.curves + 0.005) for r in (low, high)]
+    fine = [replace(r, others={"merged": r.curves + 0.005}) for r in (low, high)]
     assert holds(fine, **words) is True
-    assert holds([fine[0], replace(high, merged=high.curves + 0.02)], **words) is False
+    assert holds([fine[0], replace(high, others={"merged": high.curves + 0.02})], **words) is False
     assert holds([low, high], **words) is None  # was not measured
     assert holds(fine, **DAT_AND_DSGD, of="worst") is None
 

@@ -86,8 +86,7 @@ def row(rule, topology, megabytes, accuracy, merged=0.9, worst=0.5, alpha=0.1, s
         "accuracy",
         True,
         50,
-        merged=curves(merged + 0 * final, 0.99),
-        worst=curves(worst + 0 * final, 0.99),
+        others={"merged": curves(merged + 0 * final, 0.99), "worst": curves(worst + 0 * final, 0.99)},
         sent=1e6 * megabytes,
     )
 

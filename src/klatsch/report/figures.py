@@ -134,7 +134,7 @@ class StudyFigure(selection.Words):
         """The figure; of all rows where it selects none, as in a study that is not finished."""
         rows = selected(rows, self.where) or list(rows)
         if self.of != "mean":
-            rows = [row.showing(self.of) for row in rows if vars(row)[self.of] is not None] or rows
+            rows = [row.showing(self.of) for row in rows if self.of in row.others] or rows
         chosen = clocks if self.clock == "all" else {name: clocks[name] for name in self.clocks if name}
         if self.race is not None:
             return _raced(rows, self.race, chosen)

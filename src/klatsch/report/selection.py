@@ -204,7 +204,7 @@ def reaching(rows: Iterable[Row], share: float) -> list[Row]:
         for row in same:
             arrived = row.curve >= target if row.largest else row.curve <= target
             first = np.where(arrived.any(1), np.array(row.elapsed)[arrived.argmax(1)], np.inf)[:, None, None]
-            known = vars(row.stopped(1)) | {"metric": "seconds", "largest": False, "merged": None, "worst": None}
+            known = vars(row.stopped(1)) | {"metric": "seconds", "largest": False, "others": {}}
             known |= {"steps": row.steps[-1:], "elapsed": None, "curves": first, "consensus": first}
             reached.append(Reached(**known))
     return reached
@@ -219,5 +219,5 @@ def chosen_for(row: Row, seconds: float) -> tuple[Row, int]:
     """The row with the learning rate that is best after some seconds, and how many points it has by then."""
     points = sum(when <= seconds * (1 + 1e-9) for when in row.elapsed or ())
     best = replace(row, curves=row.curves[:, : max(1, points)]).best
-    of_best = {name: vars(row)[name][:, :, [best]] for name in ("curves", "consensus")}
-    return replace(row, lrs=(row.lrs[best],), tried=row.lrs, merged=None, worst=None, **of_best), points
+    curves, consensus = row.curves[:, :, [best]], row.consensus[:, :, [best]]
+    return replace(row, lrs=(row.lrs[best],), tried=row.lrs, curves=curves, consensus=consensus, others={}), points

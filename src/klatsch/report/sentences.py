@@ -342,7 +342,7 @@ class Sentence(selection.Words):
         for table in self.theirs:
             of = table.get("of", "mean")
             chosen = selected(rows, {name: value for name, value in table.items() if name != "of"})
-            rivals += chosen if of == "mean" else [row.showing(of) for row in chosen if vars(row)[of] is not None]
+            rivals += chosen if of == "mean" else [row.showing(of) for row in chosen if of in row.others]
         return [row for row in rivals if self.at.reach or not row.diverged]
 
     def _course(self, points: Points, rows: Sequence[Row]) -> Answer:

@@ -44,9 +44,9 @@ class Row:
     metric: str = "distance"  # what the curves show
     largest: bool = False  # whether large is good
     epochs: int | None = None  # how many the steps amount to, if the problem has a data set
-    merged: NDArray[np.float64] | None = None  # as the curves, of the mean of all nodes' models, if it was measured
-    worst: NDArray[np.float64] | None = None  # as the curves, of the worst node
-    loss: NDArray[np.float64] | None = None  # as the curves, of LOSS
+    others: dict[str, NDArray[np.float64]] = field(
+        default_factory=dict
+    )  # curves, where measured: BESIDE, "loss"
     tried: tuple[float, ...] = ()  # the learning rates that short runs chose from, if they did
     sent: float | None = None  # bytes per node over the run, if known
     case: Case | None = None  # one of its runs
@@ -94,8 +94,7 @@ class Row:
 
     def beside(self, which: str) -> float:
         """The final value of a name in BESIDE, mean over the seeds at the chosen learning rate; nan if unknown."""
-        curves = vars(self)[which]
-        return np.nan if curves is None else float(curves[:, -1, self.best].mean())
+        return float(self.others[which][:, -1, self.best].mean()) if which in self.others else np.nan
 
     @property
     def megabytes(self) -> float:
@@ -122,26 +121,25 @@ class Row:
         if not 0 < share <= 1:
             raise ValueError(f"share = {share}; give a number above 0 and up to 1, such as 0.5")
         points = int(np.abs(np.array(self.steps) - share * self.steps[-1]).argmin()) + 1
-        measured: Options = {name: vars(self)[name] for name in ("curves", "consensus", *BESIDE, "loss")}
-        for name, curves in measured.items():
-            measured[name] = None if curves is None else curves[:, :points, [self.best]]
+        kept = slice(None), slice(points), [self.best]
         return replace(
             self,
             lrs=(self.lr,),
             tried=self.tried or self.lrs,
             steps=self.steps[:points],
             elapsed=None if self.elapsed is None else self.elapsed[:points],
-            **measured,
+            curves=self.curves[kept],
+            consensus=self.consensus[kept],
+            others={name: curves[kept] for name, curves in self.others.items()},
         )
 
     def showing(self, which: str) -> Row:
         """The same row with its `merged` model, its `worst` node or its training `loss` instead; not chosen anew."""
         metrics = {name: f"{self.metric}, {text}" for name, text in BESIDE.items()} | {"loss": LOSS}
-        chosen = self.stopped(1)
-        if which not in metrics or (curves := vars(chosen)[which]) is None:
+        if which not in self.others:
             raise ValueError(f"{which!r} was not measured; choose from {', '.join(metrics)}")
-        shown: Options = {"metric": metrics[which], "largest": self.largest and which != "loss"}
-        return replace(chosen, curves=curves, **shown | dict.fromkeys((*BESIDE, "loss")))
+        chosen, largest = self.stopped(1), self.largest and which != "loss"
+        return replace(chosen, curves=chosen.others[which], metric=metrics[which], largest=largest, others={})
 
 
 RowKey = tuple[str, str, str, int, str, str]
@@ -212,11 +210,8 @@ def _row(group: list[tuple[Case, Outcome]], headline: Headline, names: Names) ->
     def stacked(name: str) -> NDArray[np.float64]:
         return np.array([[outcomes[lr, seed].metrics[name] for lr in lrs] for seed in seeds]).swapaxes(1, 2)
 
-    def known(name: str) -> NDArray[np.float64] | None:
-        """None where a run was done before this was measured."""
-        return stacked(name) if all(name in outcome.metrics for outcome in outcomes.values()) else None
-
-    first = group[0][0]
+    first, others = group[0][0], {"merged": headline.of_mean, "worst": headline.of_worst, "loss": LOSS}
+    measured = set.intersection(*(set(outcome.metrics) for outcome in outcomes.values()))
     return Row(
         rule=names.rule,
         topology=names.topology,
@@ -230,9 +225,7 @@ def _row(group: list[tuple[Case, Outcome]], headline: Headline, names: Names) ->
         metric=headline.metric,
         largest=headline.metric in first.large_is_good,
         epochs=first.epochs,
-        merged=known(headline.of_mean),
-        worst=known(headline.of_worst),
-        loss=known(LOSS),
+        others={name: stacked(metric) for name, metric in others.items() if metric in measured},
         sent=group[0][1].exchange.sent,
         case=first,
         exchange=group[0][1].exchange,
