@@ -385,21 +385,21 @@ def _raced(rows: Sequence[Row], race: Race, clocks: Mapping[str, Clock]) -> Figu
     for clock, M, share, first in standings:
         axis, top = axes[race.to.index(share), sizes.index(M)], step * names.index(clock)
         apart = [word for word in clock.split(", ") if not all(word in name.split(", ") for name in names)]
-        told = {"va": "center", "fontsize": 8.5, "transform": axis.get_yaxis_transform()}
-        axis.text(0, top, literal(", ".join(apart)), weight="bold", **told)
+        text = {"va": "center", "fontsize": 8.5, "transform": axis.get_yaxis_transform()}
+        axis.text(0, top, literal(", ".join(apart)), weight="bold", **text)
         for y, of in enumerate(families, top + 1):
             colour = OKABE_ITO[0] if of in race.ours else "#6e6e6e"
             if (row := first.get(of)) is None:
-                axis.text(1, y, "not run", color=colour, ha="right", **told)
+                axis.text(1, y, "not run", color=colour, ha="right", **text)
                 continue
             name = f"{VALUE}{row.rule}, {row.topology}, M = {M}, {clock}, {share:.0%}: {spread(row)}"
             axis.plot([row.low, min(row.value, most)], [y, y], color=colour, alpha=0.45, linewidth=2.2)
             if row.diverged:
-                axis.text(1, y, "never", color=colour, ha="right", bbox={"color": "white", "pad": 1}, **told)
+                axis.text(1, y, "never", color=colour, ha="right", bbox={"color": "white", "pad": 1}, **text)
             else:
                 axis.plot([row.value], [y], "o", color=colour, markersize=5.5, gid=name)
                 axis.text(
-                    row.value, y, f"   {duration(row.value)}", color=colour, **told | {"transform": axis.transData}
+                    row.value, y, f"   {duration(row.value)}", color=colour, **text | {"transform": axis.transData}
                 )
     for axis, (share, M) in zip(axes.flat, product(race.to, sizes), strict=True):
         axis.set_title(f"{share:.0%} of the best accuracy, {SYMBOLS['nodes'] % M}", fontsize=10, loc="left")
@@ -461,7 +461,7 @@ def _panelled(
     from matplotlib import figure as figures
 
     values = {name: list(dict.fromkeys(options_of(row).get(name) for row in rows)) for name in names}
-    told = [name for name in names if len(values[name]) > 1 or name not in rows[0].setting]
+    varied = [name for name in names if len(values[name]) > 1 or name not in rows[0].setting]
     groups = grouped(rows, lambda row: tuple(options_of(row).get(name) for name in names))
     places = sorted(groups, key=lambda place: [values[name].index(v) for name, v in zip(names, place, strict=True)])
     if (count := len(places)) > MOST_PANELS:
@@ -475,7 +475,7 @@ def _panelled(
     panels = []
     for k, place in enumerate(places):
         axis, of = axes[k], dict(zip(names, place, strict=True))
-        words = [SYMBOLS[name] % of[name] if name in SYMBOLS else literal(in_words(name, of[name])) for name in told]
+        words = [SYMBOLS[name] % of[name] if name in SYMBOLS else literal(in_words(name, of[name])) for name in varied]
         axis.set_title(", ".join(words), fontsize=10)
         axis.set_yscale("linear" if rows[0].largest or selection.in_bits(rows[0]) else "log")
         axis.grid(alpha=0.25, linewidth=0.5)

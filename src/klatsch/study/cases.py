@@ -291,7 +291,7 @@ def grid(study: Study, known: Sources) -> Iterator[Case]:
             )
 
 
-def names_of(study: Study) -> set[str]:
+def parts_of(study: Study) -> set[str]:
     """The names of all parts of a study that may be custom."""
     wires = {options["wire"] for _, graph in study.pairs for options in graph.combinations() if "wire" in options}
     return {entry.name for pair in study.pairs for entry in pair} | {study.problem.name} | wires
@@ -302,7 +302,7 @@ def sources_of(study: Study) -> Sources:
 
     Under "data" it keeps the hashes of data by the problem's options, where these do not determine them.
     """
-    names = sorted(name for name in names_of(study) if own.is_own(name))
+    names = sorted(name for name in parts_of(study) if own.is_own(name))
     sources: Sources = {name: {"source": own.digest(name)} for name in names}
     if (name := study.problem.name) in sources:
         problem = problems.declared(name)
@@ -335,7 +335,7 @@ class Remembered:
         """From what a store holds of it, which may be forged."""
         sources, left_out, refused = (content.pop(name) for name in ("sources", "left_out", "refused"))
         study = parse(content, stored=True)
-        check_sources(study.problem.name, {name: name for name in names_of(study)}, sources)
+        check_sources(study.problem.name, {name: name for name in parts_of(study)}, sources)
         if not all(isinstance(text, str) for text in sources.get("data", {}).values()):
             raise ValueError("data are no texts")
         reasons = tuple(LeftOut(nodes, str(reason)) for nodes, reason in left_out)

@@ -44,9 +44,7 @@ class Row:
     metric: str = "distance"  # what the curves show
     largest: bool = False  # whether large is good
     epochs: int | None = None  # how many the steps amount to, if the problem has a data set
-    others: dict[str, NDArray[np.float64]] = field(
-        default_factory=dict
-    )  # curves, where measured: BESIDE, "loss"
+    others: dict[str, NDArray[np.float64]] = field(default_factory=dict)  # curves, where measured: BESIDE, "loss"
     tried: tuple[float, ...] = ()  # the learning rates that short runs chose from, if they did
     sent: float | None = None  # bytes per node over the run, if known
     case: Case | None = None  # one of its runs

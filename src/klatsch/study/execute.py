@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
 from operator import itemgetter
@@ -249,10 +249,8 @@ def _logged(log: Given, study: Study, store: Store, told: Told | None) -> Iterat
         if told is not None:
             told(progress)
 
-    try:
+    with closing(story):
         yield tell
-    finally:
-        story.close()
 
 
 def is_unfinished(study: Study, cases: Sequence[Case], store: Store) -> bool:

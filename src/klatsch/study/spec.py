@@ -436,9 +436,11 @@ def explained(error: ErrorDetails, known: type[BaseModel], place: str = "") -> s
     if error["type"] == "missing":
         return f"{key} is missing; give it, as in the example of docs/studies.md"
     value, message = error["input"], error["msg"].removeprefix("Value error, ")
+    if message[1:2].islower():  # not that of an option, such as M
+        message = f"{message[:1].lower()}{message[1:]}"
     if error["type"] != "value_error":
         asked = "clocks" if loc[:1] == ("clocks",) else field  # clocks have names of the user's, such as lr
-        message = f"give {WANTED[asked]}" if asked in WANTED else f"{message[:1].lower()}{message[1:]}"
+        message = f"give {WANTED[asked]}" if asked in WANTED else message
     elif isinstance(value, dict | BaseModel):  # the message shows the option and its value
         return f"{key}: {message}" if key else message
     elif message.startswith(f"{field} = "):
@@ -457,27 +459,18 @@ def content_of(name: str, scale: str) -> Options:
     return {"name": f"{name}-{scale}", "title": title, **content, **chosen}
 
 
-def _points(epochs: int) -> int:
-    """How many points are recorded of so many epochs, where a study has no number of its own."""
-    return max(3, min(epochs, 10))
-
-
 def study_of(name: str, scale: str, device: str = "cpu", dtype: str | None = None, epochs: int | None = None) -> Study:
     """An installed study; in float32 on a CPU, where that is twice as fast, and in float64 on a GPU, unless it says so.
 
-    Args:
-        name: of `catalogue.STUDIES`.
-        scale: "quick" or "paper".
-        device: see `Study`.
-        dtype: another one than usual.
-        epochs: another number, of studies that count them.
+    `dtype` and `epochs` take the place of its own; only studies that count epochs have them.
     """
     content = content_of(name, scale) | {"device": device}
     if epochs is not None:
         if "epochs" not in content:
             raise ValueError(f"epochs = {epochs}, but {name} has no data set to go through; leave epochs out")
-        if content["record"] == _points(content["epochs"]):
-            content["record"] = _points(epochs)
+        points = {count: max(3, min(count, 10)) for count in (content["epochs"], epochs)}
+        if content["record"] == points[content["epochs"]]:  # which is not a number of its own
+            content["record"] = points[epochs]
         content["epochs"] = epochs
         if short := content.get("screen", {}).get("epochs"):
             content["screen"] |= {"epochs": min(epochs, short)}

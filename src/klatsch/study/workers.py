@@ -167,13 +167,10 @@ class Pool:
     Each has a pipe of its own, whose end tells that it has died. The pool of the standard library shares pipes and
     locks among its processes: if one is killed while another one starts, or while it hands over a result, the rest
     wait forever.
-
-    Args:
-        task: what they do, a function that can be imported.
     """
 
     def __init__(self, task: Task) -> None:
-        self._task = task
+        self._task = task  # what they do, a function that can be imported
         self._stopped = False
         self._changing = threading.Lock()  # none is started unheard by `stop`
         self._workers: dict[int, tuple[BaseProcess, Connection]] = {}  # by thread
