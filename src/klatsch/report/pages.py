@@ -251,16 +251,6 @@ def report(
     runs = store.outcomes((key for key, _ in store.runs()), names=())
     needed = (screened(each.study, each.cases, store).cases for each in studies)
     keys = {case.key for cases in needed for case in cases}
-    times = sorted(run.finished for run in runs.values())
-    summary = {
-        "runs": len(runs),
-        "replaced": len(runs.keys() - keys),
-        "diverged": sum(run.diverged for run in runs.values()),
-        "seconds": sum(run.seconds for run in runs.values()),
-        "first": _minute(times[0]) if times else "",
-        "last": _minute(times[-1]) if times else "",
-        "engines": sorted({f"{run.engine} on {run.device}" for run in runs.values()}),
-    }
     licence = f"/*\n{_text('watch/page/uPlot.LICENSE')}\n*/"
     script = "\n".join([licence, _text("watch/page/uPlot.iife.min.js"), _text("report/templates/report.js")])
     loader = PackageLoader("klatsch.report")
@@ -273,7 +263,10 @@ def report(
         seal=b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         styles=_text("watch/page/uPlot.min.css") + _text("report/templates/report.css"),
         environments=list({str(run.environment): run.environment for run in runs.values()}.values()),
-        summary=summary,
+        runs=list(runs.values()),
+        replaced=len(runs.keys() - keys),
+        times=[_minute(run.finished) for run in runs.values()],
+        engines=sorted({f"{run.engine} on {run.device}" for run in runs.values()}),
         version=VERSION,
     )
     files.save(path, html.encode(), "HTML")

@@ -35,6 +35,7 @@ from klatsch.topology import Topology
 from klatsch.topology.channel import CHANNEL, check_channel, encoded_bytes
 from klatsch.units import compact, counted, in_words
 
+PARTS = ("problem", "rule", "topology")  # of a run, each with options
 REVISION = 1  # raised when the same settings lead to other results than before
 MOST_LINKS = 1 << 20  # of all rounds of a graph's period: those of a larger one are not kept
 MOST_NODES, MOST_ROUNDS = 10**6, 10**8  # that a clock goes through
@@ -101,7 +102,7 @@ class Case:
         """SHA-256 of all settings, including defaults, so that writing one out does not matter."""
         facts = {
             "revision": REVISION,
-            **{kind: self._facts(kind, *part) for kind, part in self._parts.items()},
+            **{kind: self._facts(kind) for kind in PARTS},
             "numbers": [self.lazy, self.nodes, self.seed, self.steps, self.record, self.dtype],
             "spacing": "even" if self.epochs is not None else "log",
             "data": self.data,
@@ -113,21 +114,13 @@ class Case:
         return hash(self.key)
 
     @property
-    def _parts(self) -> dict[str, tuple[str, Options]]:
-        """Problem, rule and topology, each with its options."""
-        return {
-            "problem": (self.problem, self.problem_options),
-            "rule": (self.rule, self.rule_options),
-            "topology": (self.topology, self.topology_options),
-        }
-
-    @property
     def _names(self) -> dict[str, str]:
         """What may be custom, by kind."""
-        return {kind: name for kind, (name, _) in self._parts.items()} | {"wire": self.channel.wire}
+        return {kind: vars(self)[kind] for kind in PARTS} | {"wire": self.channel.wire}
 
-    def _facts(self, kind: str, name: str, options: Options) -> tuple[object, Options]:
+    def _facts(self, kind: str) -> tuple[object, Options]:
         """A part in the key: a built-in one with its defaults, a custom one by its file's content, not its path."""
+        name, options = vars(self)[kind], vars(self)[f"{kind}_options"]
         if kind == "topology" and own.is_own(wire := self.channel.wire):
             options = options | {"wire": [own.part_of(wire), self.source("wire")]}
         if own.is_own(name):
@@ -141,7 +134,7 @@ class Case:
     @property
     def problem_settings(self) -> Options:
         """All options of the problem except the seed, including defaults; of a custom one, those given."""
-        return self._facts("problem", self.problem, self.problem_options)[1]
+        return self._facts("problem")[1]
 
     @property
     def lr(self) -> float:
@@ -177,8 +170,7 @@ class Case:
 
     @property
     def channel(self) -> Channel:
-        given: Options = CHANNEL | {name: v for name, v in self.topology_options.items() if name in CHANNEL}
-        return Channel(**given)
+        return Channel(**{name: self.topology_options.get(name, usual) for name, usual in CHANNEL.items()})
 
     @property
     def meets(self) -> str:

@@ -107,10 +107,10 @@ def _named(value: object, info: ValidationInfo) -> object:
     if not isinstance(entry, Mapping) or _is_stored(info):
         return entry
 
+    folder = (info.context or {}).get("folder", "")
+
     def located(given: Any) -> Any:
-        if isinstance(given, list | tuple):
-            return [located(each) for each in given]
-        return own.located(given, (info.context or {}).get("folder", "")) if own.is_own(given) else given
+        return [located(each) for each in given] if isinstance(given, list | tuple) else own.located(given, folder)
 
     return {**entry, **{word: located(entry[word]) for word in ("name", "wire") if word in entry}}
 
