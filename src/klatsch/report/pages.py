@@ -21,7 +21,7 @@ from klatsch.report.selection import clock_of, options_of
 from klatsch.report.sentences import STANDING, Race, Sentence, Verdict
 from klatsch.study.cases import Case, Remembered
 from klatsch.study.choices import BESIDE, Row, save_csv, screened, timed
-from klatsch.study.spec import Options, Study
+from klatsch.study.spec import Options, Study, grouped
 from klatsch.study.store import Store
 from klatsch.units import compact, counted
 
@@ -168,12 +168,10 @@ def page_of(
 def _facts(remembered: Remembered, showing: str | None, cases: Sequence[Case], store: Store) -> tuple[str, ...]:
     """What was run, what is shown, and where and when it ran."""
     study = remembered.study
-    grids: dict[tuple[float, ...], dict[str, None]] = {}  # with names of rules, once each
-    for rule, grid in study.grids:
-        grids.setdefault(grid, {})[rule] = None
+    grids = grouped(dict.fromkeys(study.grids), lambda of_rule: of_rule[1])
     rates = "; ".join(
-        (f"{', '.join(names)}: " if len(grids) > 1 else "") + ", ".join(f"{lr:g}" for lr in grid)
-        for grid, names in grids.items()
+        (f"{', '.join(rule for rule, _ in rules)}: " if len(grids) > 1 else "") + ", ".join(f"{lr:g}" for lr in grid)
+        for grid, rules in grids.items()
     )
     headline = remembered.cases[0].headline
     best = f"largest mean final {headline.metric}" if headline.largest else "smallest mean final error"

@@ -164,10 +164,7 @@ def names_of(cases: Iterable[Case]) -> Callable[[Case], Names]:
         sources = case.source("problem") or case.data, case.source("rule"), case.source("topology")
         return list(zip((case.problem_label, case.label, case.graph_label), sources, strict=True))
 
-    versions: dict[str, set[str]] = {}
-    for case in cases:
-        for label, version in parts(case):
-            versions.setdefault(label, set()).add(version)
+    versions = grouped({part for case in cases for part in parts(case)}, lambda part: part[0])
     return lambda case: Names(
         *(f"{label} [{version[:6]}]" if len(versions[label]) > 1 else label for label, version in parts(case))
     )
