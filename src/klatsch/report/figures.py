@@ -21,11 +21,11 @@ from klatsch import rules
 from klatsch.arguments import named, there_are
 from klatsch.clock import Clock
 from klatsch.report import selection
-from klatsch.report.selection import Selections, best_of, distinct, grouped, in_words, options_of, selected
+from klatsch.report.selection import Selections, best_of, distinct, in_words, options_of, selected
 from klatsch.report.sentences import Race, factor, is_behind, spread
 from klatsch.study.cases import sent_by
 from klatsch.study.choices import LOSS, Row
-from klatsch.study.spec import Options
+from klatsch.study.spec import Options, grouped
 from klatsch.units import duration
 
 if TYPE_CHECKING:
@@ -525,7 +525,7 @@ def _tooltip(axis: Axes, row: Row, x: float, values: NDArray[np.float64], when: 
 
 
 def _legend(figure: Figure) -> None:
-    """One legend below all panels, from which a long one takes no room."""
+    """One legend below all panels; a long one makes the figure higher."""
     lines = {label: line for axis in figure.axes for line, label in zip(*axis.get_legend_handles_labels(), strict=True)}
     columns = max(1, min(len(lines), int(figure.get_figwidth() / (0.55 + 0.085 * max(map(len, lines))))))
     figure.set_figheight(figure.get_figheight() + 0.21 * max(0, -(-len(lines) // columns) - 3))
@@ -561,7 +561,7 @@ def _tick(axis: Axis, low: float, high: float) -> None:
 
 
 def values_of(figure: Figure) -> Options | None:
-    """What lines of a figure show, for a page on which one can ask them; None of a figure that has none."""
+    """The lines of a figure in numbers, for an interactive page; None if it has none."""
     from matplotlib.colors import to_hex
 
     def plain(text: str) -> str:

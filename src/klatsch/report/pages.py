@@ -101,7 +101,7 @@ class Outline:
 
     @classmethod
     def of(cls, study: Study, cases: Sequence[Case]) -> Outline:
-        """That of a study with these runs, whose options it may name."""
+        """The outline of a study with these runs, whose options it may name."""
         clocks = {name: clock_of(options) for name, options in study.clocks.items()}
         known: dict[str, Options] = {"clock": dict(zip(clocks, clocks, strict=True))} if clocks else {}
         for name, value in (pair for case in cases for pair in options_of(case).items()):

@@ -142,7 +142,7 @@ def in_bits(row: Row) -> bool:
 
 
 def best_of(rows: Iterable[Row]) -> Row:
-    """The row with the best value; of equals the one whose best seed is better."""
+    """The row with the best value; among equals, the one with the better best seed."""
     return min(rows, key=lambda row: (-row.value, -row.high) if row.largest else (row.value, row.low))
 
 
@@ -170,7 +170,7 @@ def _network(table: Options) -> Links:
 
 
 def timed(rows: Iterable[Row], name: str, clock: Clock) -> list[Row]:
-    """Rows beside a clock; those whose runs have schedules made by other clocks are left out."""
+    """Rows timed by a clock, without those whose schedules were made by another clock."""
     placed = []
     for row in rows:
         meets = row.case.meets.strip() if row.case else ""

@@ -21,9 +21,9 @@ from pydantic import BeforeValidator, Field, model_validator
 from klatsch.arguments import named, shown
 from klatsch.clock import Clock
 from klatsch.report import selection
-from klatsch.report.selection import Selection, Selections, best_of, distinct, grouped, in_words, options_of, selected
+from klatsch.report.selection import Selection, Selections, best_of, distinct, in_words, options_of, selected
 from klatsch.study.choices import BESIDE, Row
-from klatsch.study.spec import Options
+from klatsch.study.spec import Options, grouped
 from klatsch.units import duration
 
 CHANGE = 1.25  # what a trend changes an error by, at least
@@ -337,7 +337,7 @@ class Sentence(selection.Words):
                 yield words, [row for row in group if not row.diverged] or group, best_of(against)
 
     def _rivals(self, rows: Sequence[Row]) -> list[Row]:
-        """Theirs that did not diverge (who never has an accuracy is late), each showing what its selection asks for."""
+        """Theirs that did not diverge (never to reach an accuracy is to be late), each showing what is asked for."""
         rivals = []
         for table in self.theirs:
             of = table.get("of", "mean")

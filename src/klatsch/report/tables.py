@@ -12,7 +12,7 @@ from klatsch import topology as topologies
 from klatsch.report.figures import COLOURS
 from klatsch.report.pages import Page
 from klatsch.report.sentences import Verdict
-from klatsch.theory import RATES, Constants
+from klatsch.theory import RATES, Constants, largest_machines
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -48,21 +48,24 @@ def table_1() -> Page:
     rows, fits = [], dict[str, tuple[float, float]]()
     names = ("1 / rho as a power of M", "D-SGD's largest M as a power of N", "DAT's largest M as a power of N")
     for family, expected in TABLE_1.items():
-        largest = (_slope(SAMPLES, partial(_largest, rule, family)) for rule in ("dsgd", "dat"))
+        largest = (_slope(SAMPLES, partial(largest_machines, rule, topology=family)) for rule in ("dsgd", "dat"))
         pairs = list(zip((-_slope(SIZES, partial(topologies.spectral_gap, family)), *largest), expected, strict=True))
         rows.append((family, *(f"{value:z.3f} ({wanted:.3f})" for value, wanted in pairs)))
         fits |= {f"{name} on the {IN_WORDS.get(family, family)}": pair for name, pair in zip(names, pairs, strict=True)}
-    fits["with a server, the largest M as a power of N"] = _slope(SAMPLES, partial(_largest, "minibatch", "ring")), 0.5
+    fits["with a server, the largest M as a power of N"] = (
+        _slope(SAMPLES, partial(largest_machines, "minibatch", topology="ring")),
+        0.5,
+    )
     for name, rule, wanted in (("D-SGD", "dsgd", 0.5), ("DAT", "dat", 1)):
         slope = _slope((1e-3, 0.1), partial(theory.parallelism_bound, rule, 1e12))  # as a function of rho
         fits[f"{name}'s bound on near-complete graphs as a power of rho"] = slope, wanted
     samples = [10.0**k for k in range(4, 25, 2)]
     lines = [
-        (f"{rule}, {IN_WORDS.get(family, family)}", style, colour, [_largest(rule, family, N) for N in samples])
+        (f"{rule}, {IN_WORDS.get(family, family)}", style, colour, [largest_machines(rule, N, family) for N in samples])
         for colour, family in zip(COLOURS, TABLE_1, strict=False)
         for rule, style in (("dat", "-"), ("dsgd", "--"))
     ]
-    lines.append(("with a server", ":", "black", [_largest("minibatch", "ring", N) for N in samples]))
+    lines.append(("with a server", ":", "black", [largest_machines("minibatch", N, "ring") for N in samples]))
     return Page(
         name="table1",
         title="Table 1: parallelism bounds",
@@ -142,10 +145,6 @@ def _slope(ends: tuple[float, float], function: Callable[..., float]) -> float:
     """The power between two ends."""
     first, last = (float(function(end)) for end in ends)
     return round(math.log(last / first) / math.log(ends[1] / ends[0]), 9)
-
-
-def _largest(rule: str, family: str, N: float) -> float:
-    return theory.largest_machines(rule, N, family)
 
 
 def _drawn(x: list[float], lines: Sequence[tuple[str, str, str, Sequence[float]]], across: str, up: str) -> Figure:

@@ -1,4 +1,4 @@
-"""The runs of a study: each as plain data, with the key under which it is stored, and what its nodes say to each other.
+"""The runs of a study as plain data: the key under which each is stored, and what its nodes send to each other.
 
 What nodes send is kept with the results, so that bytes and seconds need none of a run's parts.
 """
@@ -89,7 +89,7 @@ class Case:
 
     @classmethod
     def read(cls, content: Any) -> Case:
-        """A run from what a store holds of it, which may be forged: data to be checked, of which nothing is called."""
+        """A run from a store, which may be forged: its content is checked, and nothing in it is called."""
         case = CASE.validate_python(content)
         number("lr", case.rule_options["lr"], lambda lr: lr > 0, "a number above 0")
         check_channel(*case.channel)
@@ -255,7 +255,7 @@ def with_seeds(firsts: Iterable[Case], study: Study) -> list[Case]:
 
 
 def grid(study: Study, known: Sources) -> Iterator[Case]:
-    """The whole grid of a study with its first seed: plain data, of which nothing is made.
+    """The whole grid of a study with its first seed, as plain data: no rule, graph or problem is made.
 
     `known` is what `sources_of` says of custom parts, or what a store keeps of that.
     """
@@ -306,7 +306,7 @@ def sources_of(study: Study) -> Sources:
 
 @dataclass(frozen=True)
 class Remembered:
-    """A study that was run into a store: what its file said, which is shown, and never run."""
+    """A study as a store remembers it: to be shown, never to be run."""
 
     study: Study
     command: str  # that ran it
@@ -324,7 +324,7 @@ class Remembered:
 
     @classmethod
     def read(cls, content: Any, command: str) -> Remembered:
-        """From what a store holds of it, which may be forged."""
+        """A study from a store, which may be forged."""
         sources, left_out, refused = (content.pop(name) for name in ("sources", "left_out", "refused"))
         study = parse(content, stored=True)
         check_sources(study.problem.name, {name: name for name in parts_of(study)}, sources)
@@ -349,7 +349,7 @@ class Remembered:
 
 
 def check_sources(problem: str, parts: Mapping[str, str], sources: Mapping[str, Any]) -> None:
-    """Refuse parts of which a store does not keep what it should: under `problem` and these keys of `sources`."""
+    """Refuse custom parts that `sources`, by these keys, says too little of; `problem` is the problem's key."""
     SOURCES.validate_python(sources)
     for key, name in parts.items():
         if own.is_own(name):
@@ -411,7 +411,7 @@ def defaults(kind: str, name: str) -> Options:
 
 
 def _number(text: str) -> float:
-    """A number in which 1.0 equals 1."""
+    """A number; 1.0 is read as 1."""
     return int(value) if (value := float(text)).is_integer() else value
 
 
@@ -447,7 +447,7 @@ class Exchange:
 
     @classmethod
     def read(cls, text: str, links: str) -> Exchange:
-        """From the texts of a store, which are data to be checked: nothing in them is looked up or called."""
+        """From the texts of a store, which may be forged: they are checked, and nothing in them is called."""
         exchange = EXCHANGE.validate_python({**json_of(text), "links": links})
         for k, message in enumerate(exchange.messages):
             if message.vectors < 0 or not all(0 <= needed < k for needed in message.needs):
@@ -461,7 +461,7 @@ LINKS = TypeAdapter(Annotated[list[tuple[Ends, Ends]], Field(min_length=1)])  # 
 
 
 def exchange_of(case: Case, numbers: int | None = None) -> Exchange:
-    """What nodes send in a run, whose vectors have so many numbers; its parts are made for it.
+    """What nodes send in a run with vectors of so many numbers; makes its rule and graph.
 
     Messages count as they travel: float32, whatever the simulation computes in, unless the graph has another `wire`.
     A graph that is an all-reduce counts as one along a ring: 2 (M - 1) / M vectors per node. Where that makes all
@@ -513,7 +513,7 @@ def sent_by(case: Case, step: int, total: float) -> float:
 
 
 def elapsed(case: Case, exchange: Exchange | None, clock: Clock, steps: Sequence[int]) -> tuple[float, ...] | None:
-    """Seconds by a clock after which all nodes have done so many rounds; None where that is not known."""
+    """Seconds by a clock until all nodes have done so many rounds; None if that is not known."""
     if exchange is None:
         return None
     if case.meets:
@@ -563,7 +563,7 @@ def _pairs(text: str, nodes: int) -> list[tuple[Nodes, Nodes]]:
 
 @cache
 def _matrices(rule: str, problem: str, options: tuple[tuple[str, object], ...], nodes: int) -> tuple[WeightMatrix, ...]:
-    """Of the parameters of a run, where what its rule sends depends on them."""
+    """The weight matrices of a run, if what its rule sends depends on them."""
     direction = None if own.is_own(rule) else getattr(rules.kind(rule), "direction", None)
     return tuple(problems.make(problem, nodes, **dict(options)).matrices or ()) if direction is rules.Hooked else ()
 

@@ -115,7 +115,7 @@ class Row:
         return self.value == 0.0 if self.largest else not np.isfinite(self.value)
 
     def stopped(self, share: float) -> Row:
-        """As if its runs had been stopped at the recorded round nearest to a share of them; not chosen anew."""
+        """The row as if its runs had stopped after a share of the rounds, with the same learning rate."""
         if not 0 < share <= 1:
             raise ValueError(f"share = {share}; give a number above 0 and up to 1, such as 0.5")
         points = int(np.abs(np.array(self.steps) - share * self.steps[-1]).argmin()) + 1
@@ -132,7 +132,7 @@ class Row:
         )
 
     def showing(self, which: str) -> Row:
-        """The same row with its `merged` model, its `worst` node or its training `loss` instead; not chosen anew."""
+        """The row with its `merged` model, `worst` node or training `loss` instead, with the same learning rate."""
         metrics = {name: f"{self.metric}, {text}" for name, text in BESIDE.items()} | {"loss": LOSS}
         if which not in self.others:
             raise ValueError(f"{which!r} was not measured; choose from {', '.join(metrics)}")
@@ -158,7 +158,7 @@ class Names(NamedTuple):
 
 
 def names_of(cases: Iterable[Case]) -> Callable[[Case], Names]:
-    """The names of runs beside each other: versions of a file or of data are told apart, "mine.py:Extra [3fa2b1]"."""
+    """What to call runs in one table: versions of a file or of data are told apart, "mine.py:Extra [3fa2b1]"."""
 
     def parts(case: Case) -> list[tuple[str, str]]:
         sources = case.source("problem") or case.data, case.source("rule"), case.source("topology")
@@ -181,7 +181,7 @@ def summarize(runs: Runs, store: Store, metric: str | None = None) -> list[Row]:
 def rows_by_place(
     runs: Runs, store: Store, metric: str | None = None, names: Callable[[Case], Names] | None = None
 ) -> dict[RowKey, Row]:
-    """The same, with the place of each row; `names` of these runs beside others, if there are any."""
+    """The same by place; `names` tells these runs from others in the table."""
     cases = dict(runs)
     headline = next(iter(cases.values())).headline if cases else DISTANCE
     if metric is not None and metric != headline.metric:
@@ -242,7 +242,7 @@ def timed(rows: Sequence[Row], clock: Clock | None) -> list[Row]:
 
 @dataclass(frozen=True)
 class Screened:
-    """The runs of a study, as far as they are known."""
+    """The runs of a study that are known so far."""
 
     short: list[Case]  # whose results choose; none in a study without screening
     full: list[Case]  # none until all the short ones are done
@@ -287,7 +287,7 @@ def screened(study: Study, cases: Sequence[Case], store: Store) -> Screened:
 
 
 def screened_in(store: Store) -> tuple[set[str], dict[RowKey, tuple[float, ...]]]:
-    """Of all studies in a store: the keys of runs that only chose learning rates, and what was tried for each place."""
+    """The keys of all runs in a store that only chose learning rates, and what was tried for each place."""
     short, full, tried = set[str](), set[str](), dict[RowKey, tuple[float, ...]]()
     for remembered in store.studies():
         with suppress(ValueError):  # a study of another version

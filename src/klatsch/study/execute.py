@@ -99,7 +99,7 @@ def execute(
     told: Told | None = None,
     earlier: Progress | None = None,
 ) -> Progress:
-    """Do every run that the store does not hold yet; returns what this process did.
+    """Do every run that the store lacks; returns what this process did.
 
     Results stay when a batch fails or workers keep dying. On Ctrl-C, running batches save themselves and resume next
     time.
@@ -227,7 +227,7 @@ def run_study(
 
 @contextmanager
 def _logged(log: Given, study: Study, store: Store, told: Told | None) -> Iterator[Told | None]:
-    """A function to call with the progress, which also tells a log, if one is given."""
+    """A function to call with the progress; it also writes to the log, if one is given."""
     if log is None:
         yield told
         return
@@ -293,7 +293,7 @@ def _opened(executor: Executor | Open | None, device: str, todo: Sequence[Batch]
 
 
 class Claims(AbstractContextManager["Claims"]):
-    """What one process works on of a store's missing runs; leaving it releases what is not done.
+    """The missing runs that one process works on; those it has not done are released when it leaves.
 
     Clocks are never compared. A process counts its signs of life in the store, and the others watch that number by
     their own clocks. A dead process on the same machine is noticed at once.
@@ -337,7 +337,7 @@ class Claims(AbstractContextManager["Claims"]):
             self._beaten = time.monotonic()
 
     def sweep(self) -> None:
-        """Remove checkpoints that killed processes left beside the store and nobody can resume."""
+        """Remove checkpoints of killed processes that nobody can resume."""
         if self.store.path == ":memory:":
             return
         place = Path(self.store.path)

@@ -97,7 +97,7 @@ def combinations(options: Options, most: int = MOST_RUNS) -> list[Options]:
 
 
 def _is_stored(info: ValidationInfo) -> bool:
-    """Whether a store names it: then names are texts, of which nothing is looked up or called."""
+    """Whether it comes from a store: then no name in it is looked up or called."""
     return bool((info.context or {}).get("stored"))
 
 
@@ -234,7 +234,7 @@ class RuleEntry(TableEntry):
 
 
 def make_rule(name: str, options: Options, steps: int) -> rules.Rule:
-    """A rule from its options in a study, of which `schedule` says how the learning rate changes over the steps."""
+    """A rule from its options in a study; `schedule` says how the learning rate changes over the steps."""
     chosen = dict(options)
     if "schedule" in chosen:
         chosen["lr"] = rules.Decay(chosen["lr"], chosen.pop("schedule"), steps)
@@ -421,7 +421,7 @@ def parse(content: Mapping[str, Any], source: str = "", folder: str | Path = "",
 
 
 def explained(error: ErrorDetails, known: type[BaseModel], place: str = "") -> str:
-    """An error in a table of this kind as one line: a message of klatsch, or what is wanted in place of pydantic's."""
+    """An error in a table of this kind in one line: klatsch's own message, or what to give instead."""
     loc = error["loc"]
     field = next((str(part) for part in reversed(loc) if isinstance(part, str)), "")
     if field not in ("rules", "topologies"):  # others are lists of plain values, and the value says which

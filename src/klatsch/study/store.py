@@ -150,7 +150,7 @@ class Store(AbstractContextManager["Store"]):
     def remember(
         self, study: Study, command: str = "", expanded: tuple[list[Case], list[LeftOut]] | None = None
     ) -> Remembered:
-        """Keep a study, with its runs and what it leaves out; it replaces an older one of its name, whose runs stay."""
+        """Keep a study and what it leaves out; it replaces an older one of its name, whose runs stay."""
         remembered = Remembered.of(study, command, expanded)
         with self.transaction():
             self.execute(
@@ -344,7 +344,7 @@ class Store(AbstractContextManager["Store"]):
         return True
 
     def _is_made(self, application: int, version: int) -> bool:
-        """Whether a file says that it is a store; one that says nothing is empty, or its content shows what it is."""
+        """Whether a file claims to be a store; one that claims nothing is empty, or shows by its tables what it is."""
         if application == version == 0:
             return False
         if application != APPLICATION:

@@ -87,7 +87,7 @@ def threads(count: int | None = None) -> Iterator[Workers]:
 
 @contextmanager
 def dask(address: str) -> Iterator[Workers]:
-    """The workers of a Dask cluster, which repeats a lost worker's batch on another one."""
+    """The workers of a Dask cluster; it repeats a lost worker's batch on another."""
     need("--dask", "distributed")
     from distributed import Client
     from distributed.scheduler import KilledWorker
@@ -231,7 +231,7 @@ class Pool:
 
 
 def no_ctrl_c() -> None:
-    """In a thread: the processes that it starts ignore Ctrl-C, which a terminal sends to all."""
+    """Let the processes that this thread starts ignore Ctrl-C, which a terminal sends to all."""
     if os.name == "posix":
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
 
