@@ -416,7 +416,7 @@ def parse(content: Mapping[str, Any], source: str = "", folder: str | Path = "",
         errors = refusal.errors(include_url=False)
         errors.sort(key=lambda error: error["type"] != "extra_forbidden")  # a misspelt key explains a missing one
         more = f"; that is the first of {len(errors)} mistakes" if len(errors) > 1 else ""
-        known = Screen if errors[0]["loc"][0] == "screen" else Study
+        known = Screen if errors[0]["loc"][:1] == ("screen",) else Study
         raise ValueError(f"{source}{explained(errors[0], known)}{more}") from None
 
 
