@@ -12,8 +12,8 @@ import argparse
 import time
 
 from klatsch.planning import Task, answers, of_any_size, race
-from klatsch.report.installed import content_of
 from klatsch.report.selection import clock_of
+from klatsch.study.spec import content_of
 
 
 def main() -> None:

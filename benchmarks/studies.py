@@ -19,15 +19,15 @@ from pathlib import Path
 import torch
 
 from klatsch.native import cores
-from klatsch.report import installed as paper
 from klatsch.study import Store, execute, expand
 from klatsch.study.batches import Batch, pack, run_batch
+from klatsch.study.spec import study_of
 
 PAPER_ROUNDS = 100_000
 
 
 def figure_1(device: str, dtype: str, rounds: int) -> None:
-    study = paper.study_of("fig1", "paper", device, dtype).model_copy(update={"steps": rounds})
+    study = study_of("fig1", "paper", device, dtype).model_copy(update={"steps": rounds})
     cases, _ = expand(study)
     with tempfile.TemporaryDirectory() as folder, Store(Path(folder) / "bench.sqlite") as store:
         told: list[tuple[float, int]] = []
@@ -50,7 +50,7 @@ def figure_1(device: str, dtype: str, rounds: int) -> None:
 def packing(rounds: int) -> None:
     """The runs of one batch together, and one after the other, in turn."""
     torch.set_num_threads(1)
-    study = paper.study_of("fig1", "paper").model_copy(update={"steps": rounds, "seeds": (0,), "record": 2})
+    study = study_of("fig1", "paper").model_copy(update={"steps": rounds, "seeds": (0,), "record": 2})
     print(f"28 runs on one core, dat on a ring, float32, {rounds:,} rounds: seconds together, one by one, ratio")
     for nodes in (4, 25, 100):
         chosen = [c for c in expand(study)[0] if (c.rule, c.topology, c.nodes) == ("dat", "ring", nodes)]

@@ -9,7 +9,7 @@ import re
 import textwrap
 from pathlib import Path
 
-from klatsch.version import VERSION
+from klatsch.extras import VERSION
 
 ROOT = Path(__file__).parents[1]
 

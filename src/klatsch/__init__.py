@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from klatsch.version import VERSION
+from klatsch.extras import VERSION
 
 if TYPE_CHECKING:
     from klatsch import clock, columns, optim, planning, problems, rules, simulation, theory, topology

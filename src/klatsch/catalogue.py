@@ -108,5 +108,11 @@ NETWORKS = _keys("clock/network.py", "NETWORKS")
 _families = (ROOT / "topology" / "families.py").read_text().partition("\nFAMILIES")[2].partition("\n}\n")[0]
 TOPOLOGIES = tuple(re.findall(r"\bFamily\((?: *#.*)?\s*(\w+)", _families))
 # What klatsch reproduce knows: installed studies, several of them at once, and tables.
-STUDIES = tuple(sorted({file.stem for file in (ROOT / "studies").glob("*.toml")} - {"demo"}))  # a command of its own
-TARGETS = (*STUDIES, *_keys("report/installed.py", "GROUPS"), *_keys("report/tables.py", "TABLES"))
+STUDY_FILES = ROOT / "studies"
+STUDIES = tuple(sorted({file.stem for file in STUDY_FILES.glob("*.toml")} - {"demo"}))  # a command of its own
+GROUPS = {
+    "schedule-free": ("averages", "schedules", "beyond"),
+    "slow-networks": ("channels", "images-channels"),
+    "language": ("language-rules", "language-links", "language-sizes"),
+}
+TARGETS = (*STUDIES, *GROUPS, *_keys("report/tables.py", "TABLES"))

@@ -1,7 +1,8 @@
-"""Libraries that training does without, and the commands that install them."""
+"""The version of klatsch, and the libraries that training does without, with the commands that install them."""
 
 from importlib.util import find_spec
 
+VERSION = "0.2.0"
 EXTRAS = {
     **dict.fromkeys(("typer", "rich", "pydantic", "matplotlib", "jinja2"), "klatsch[cli]"),
     "distributed": "klatsch[dask]",

@@ -8,8 +8,8 @@ import stat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from klatsch.extras import VERSION
 from klatsch.files import json_of, write_atomically
-from klatsch.version import VERSION
 
 if TYPE_CHECKING:
     from torch import Tensor

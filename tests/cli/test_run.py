@@ -12,9 +12,9 @@ from rich.console import Console
 import klatsch
 from klatsch import pictures, problems, rules
 from klatsch import topology as tp
-from klatsch.report import figures, installed
+from klatsch.report import figures
 from klatsch.report.pages import Outline
-from klatsch.study import Row, expand, parse, run_study, workers
+from klatsch.study import Row, expand, parse, run_study, spec, workers
 from tests.support.pictures import check_picture
 from tests.support.waiting import HANG, wait_until
 
@@ -216,12 +216,12 @@ def test_a_mistake_is_one_line_and_exit_code_2(case, run_cli):
 
 def small_demo(patch):
     """The demo with two rules: dsgd, and dat-d2, which a changing graph leaves out."""
-    whole = installed.content_of
-    patch.setattr(installed, "content_of", lambda *names: (content := whole(*names)) | {"rules": content["rules"][::3]})
+    whole = spec.content_of
+    patch.setattr(spec, "content_of", lambda *names: (content := whole(*names)) | {"rules": content["rules"][::3]})
 
 
 def test_the_demo_runs_the_promised_grid():
-    study = installed.study_of("demo", "quick")
+    study = spec.study_of("demo", "quick")
     cases, left_out = expand(study)
     assert {(case.label, case.topology, case.nodes) for case in cases} == {
         (rule, topology, nodes)
@@ -239,7 +239,7 @@ def row(rule, topology, nodes, error, steps=10_000):
 
 
 def test_the_demos_sentences_tell_the_numbers():
-    study = installed.study_of("demo", "full")
+    study = spec.study_of("demo", "full")
     script = Outline.of(study, expand(study)[0])
     rows = [
         *(row("dsgd", "ring", n, e) for n, e in ((4, 1e-4), (9, 7.0), (49, 0.0171))),

@@ -9,8 +9,8 @@ from klatsch import rules, topology
 from klatsch.clock import Clock
 from klatsch.report import figures
 from klatsch.study import Store, expand, parse, run_study, workers
+from klatsch.study.cases import elapsed, exchange_of
 from klatsch.study.choices import summarize, timed
-from klatsch.study.traffic import elapsed, exchange_of
 from tests.support.pictures import check_picture
 
 STUDY = {

@@ -8,7 +8,7 @@ SOURCE = Path(__file__).parents[2] / "src" / "klatsch"
 
 # A room may import from itself and from rooms on a lower floor; only the doors at the top may import the package.
 FLOORS = [
-    {"own", "files", "extras", "catalogue", "version", "units"},
+    {"own", "files", "extras", "catalogue", "units"},
     {"arguments", "native", "pictures", "sealed", "watch"},
     {"columns", "encodings"},
     {"topology"},

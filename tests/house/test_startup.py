@@ -7,10 +7,10 @@ import pytest
 
 import klatsch
 from klatsch import catalogue, clock, planning, problems, rules, topology
+from klatsch.catalogue import GROUPS
 from klatsch.cli import plan as plan_command
 from klatsch.cli import run as run_command
 from klatsch.cli.app import parameters_of
-from klatsch.report.installed import GROUPS
 from klatsch.report.tables import TABLES as PAPER_TABLES
 from klatsch.study.spec import PAPER_GRID
 

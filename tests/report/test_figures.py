@@ -165,7 +165,7 @@ def test_a_legend_that_does_not_fit_into_its_panel_lies_below_it():
 
 def test_a_figure_of_the_training_loss_beside_an_accuracy():
     rows = [replace(row("dat", graph, 4, 0.9), metric="accuracy", largest=True) for graph in ("ring", "torus")]
-    rows[0] = replace(rows[0], loss=0.4 * rows[0].curves ** 2)
+    rows[0] = replace(rows[0], others={"loss": 0.4 * rows[0].curves ** 2})
     (axis,) = StudyFigure(of="loss", lines=("rule",), panels=()).draw(rows, "t", {}).axes
     assert (axis.get_ylabel(), axis.get_yscale()) == ("training loss, mean over nodes", "log")
     (line,) = [line for line in axis.lines if line.get_label() == "dat"]  # of torus nothing is known

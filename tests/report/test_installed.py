@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 
 from klatsch import catalogue, problems, rules
-from klatsch.report.installed import GROUPS, content_of, study_of
+from klatsch.catalogue import GROUPS
 from klatsch.report.pages import Outline
 from klatsch.report.selection import selected
 from klatsch.report.sentences import STANDING
 from klatsch.study import Row, Store, expand, parse
 from klatsch.study.batches import most_numbers, pack
 from klatsch.study.choices import BESIDE, place, screened
+from klatsch.study.spec import content_of, study_of
 from klatsch.wire.rehearsal import vectors
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
@@ -62,7 +63,7 @@ def rows_of(name):
                 epochs=case.epochs,
                 sent=1e6 * float(line["MB sent"]),
                 case=case,
-                **beside,
+                others=beside,
             )
         )
     return rows

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from klatsch import pictures
-from klatsch.report import figures, installed, pages, tables
+from klatsch.report import figures, pages, tables
 from klatsch.report.pages import inline_svg, page_of
-from klatsch.study import Store, execute, expand, parse, run_study, workers
+from klatsch.study import Store, execute, expand, parse, run_study, spec, workers
 from klatsch.study.spec import PAPER_GRID
 from tests.report.test_installed import thinned
 from tests.report.test_sentences import row
@@ -50,7 +50,7 @@ def test_a_wrong_exponent_would_show(monkeypatch):
 
 RATES = PAPER_GRID[1::2]  # three: one between the others, and both edges
 TINY = {"nodes": (4, 16), "steps": 100, "seeds": 2, "record": 6, "lr": RATES}
-FEWER = [rule | {"lr": rule["lr"][::3]} for rule in installed.content_of("beyond", "quick")["rules"]]
+FEWER = [rule | {"lr": rule["lr"][::3]} for rule in spec.content_of("beyond", "quick")["rules"]]
 SOME = [
     {"name": "ring", "wire": ["float32", "bfloat16", "int8"]},
     {"name": "ring", "every": 8, "wire": ["float32", "int8"]},
@@ -60,7 +60,7 @@ ONE = {"problem": {"name": "least-squares", "noise": 1.0, "heterogeneity": 1.0}}
 TINY_BEYOND = {"nodes": (4, 9), "steps": 100, "seeds": 1, "record": 6, "rules": FEWER} | ONE
 CORRECTED = {"name": "dat-d2", "beta": [1.0, 0.9], "lr": RATES}
 TINY_CHANNELS = {"nodes": 9, "steps": 100, "seeds": 1, "record": 6, "rules": CORRECTED, "topologies": SOME}
-WAITING = [rule | {"lr": 1e-3} for rule in installed.content_of("stragglers", "quick")["rules"]]
+WAITING = [rule | {"lr": 1e-3} for rule in spec.content_of("stragglers", "quick")["rules"]]
 TINY_STRAGGLERS = {"steps": 30, "seeds": 1, "record": 8, "rules": WAITING} | ONE
 TINIES = {"fig1": TINY, "fig4": TINY, "beyond": TINY_BEYOND, "channels": TINY_CHANNELS, "stragglers": TINY_STRAGGLERS}
 # Without a data set; those of `language` have tests of their own, and figures 5 and 6 are figure 4 on other graphs.
@@ -69,12 +69,12 @@ DRAWN = list(TINIES)
 
 def shrink(patch, contents):
     """Installed studies with other content."""
-    whole = installed.content_of
-    patch.setattr(installed, "content_of", lambda name, scale: whole(name, scale) | contents.get(name, {}))
+    whole = spec.content_of
+    patch.setattr(spec, "content_of", lambda name, scale: whole(name, scale) | contents.get(name, {}))
 
 
 def figures_of(target):
-    return installed.content_of(target, "quick")["figures"]
+    return spec.content_of(target, "quick")["figures"]
 
 
 def formats(target):
@@ -457,8 +457,8 @@ def test_a_report_shows_what_is_there_of_a_study_that_is_not_finished(tmp_path, 
     content = {"steps": 50, "nodes": [6, 8], "rules": ["dat"], "topologies": ["ring"], "lr": [0.01], "record": 3}
     done, begun = parse({**content, "name": "done"}), parse({**content, "name": "begun", "steps": 60})
     few = {"steps": 50, "lr": 0.01, "seeds": 1} | ONE
-    half = parse(installed.content_of("fig1", "quick") | few | {"nodes": [4, 9]})
-    curves = parse(installed.content_of("fig4", "quick") | few | {"nodes": [6, 8], "name": "odd"})
+    half = parse(spec.content_of("fig1", "quick") | few | {"nodes": [4, 9]})
+    curves = parse(spec.content_of("fig4", "quick") | few | {"nodes": [6, 8], "name": "odd"})
     with Store(path) as store:
         run_study(done, store, executor=workers.threads)
         store.remember(begun, "klatsch run begun.toml")

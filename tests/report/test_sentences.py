@@ -6,15 +6,15 @@ from functools import cache
 import numpy as np
 import pytest
 
+from klatsch.catalogue import GROUPS
 from klatsch.clock import Clock
 from klatsch.report.figures import StudyFigure
-from klatsch.report.installed import GROUPS
 from klatsch.report.pages import Outline
 from klatsch.report.selection import best_of, chosen_for, options_of, reaching, timed
 from klatsch.report.sentences import STANDING, Sentence, Tolerance, factor, is_behind
 from klatsch.study import Row, expand, parse
+from klatsch.study.cases import exchange_of
 from klatsch.study.choices import place
-from klatsch.study.traffic import exchange_of
 from klatsch.units import duration
 from tests.report.test_installed import thinned
 
@@ -60,8 +60,7 @@ def of_case(case, value, half=None, spread=0.0, beside=None):
         metric=metric,
         largest=metric == "accuracy",
         epochs=case.epochs,
-        merged=curves if beside is None else 0 * curves + beside,
-        worst=curves if beside is None else 0 * curves + beside,
+        others=dict.fromkeys(("merged", "worst"), curves if beside is None else 0 * curves + beside),
         sent=exchange.sent,
         case=case,
         exchange=exchange,
@@ -459,9 +458,9 @@ def test_an_option_that_theirs_fix_may_differ():
 def test_what_merging_changes():
     words = {"ours": {}, "theirs": {"of": "merged"}, "by": ["options", "graph", "nodes"]}
     (low, high) = pair(0.85, 0.88)
-    fine = [replace(r, merged=r.curves + 0.005) for r in (low, high)]
+    fine = [replace(r, others={"merged": r.curves + 0.005}) for r in (low, high)]
     assert holds(fine, **words) is True
-    assert holds([fine[0], replace(high, merged=high.curves + 0.02)], **words) is False
+    assert holds([fine[0], replace(high, others={"merged": high.curves + 0.02})], **words) is False
     assert holds([low, high], **words) is None  # was not measured
     assert holds(fine, **DAT_AND_DSGD, of="worst") is None
 
@@ -684,7 +683,7 @@ def test_a_figure_with_some_of_the_clocks():
 @pytest.mark.parametrize(
     "words, message",
     [
-        ({"sentences": [{"trend": "improves"}]}, r"sentences\[0\].claim: field required"),
+        ({"sentences": [{"trend": "improves"}]}, r"sentences\[0\].claim is missing; give it, as in"),
         ({"sentences": [{"claim": "so"}]}, r"sentences\[0\]: it compares nothing; give theirs, or a trend"),
         ({"sentences": [{"claim": "so", "trend": "rises"}]}, "trend = 'rises'; there are worsens, improves"),
         ({"sentences": [{"claim": "so", "trned": "turns"}]}, r"unknown key 'sentences\[0\].trned'; did you mean trend"),
@@ -710,7 +709,7 @@ def test_a_figure_with_some_of_the_clocks():
         ({"sentences": [{"claim": "so", "theirs": {}, "at": {"reach": 0.9}}]}, "reach = 0.9 needs a clock; give secon"),
         ({"tables": [{"title": "a", "to": [0.9], "families": {"a": {}}, "ours": ["a"]}]}, "seconds need a clock; give"),
         ({"figures": [{"race": {"title": "a", "to": [0.9], "families": {"a": {}}}}]}, "seconds need a clock; give"),
-        ({"tables": [{"title": "a", "to": [2.0], "families": {"a": {}}, "ours": ["a"]}]}, r"tables\[0\].to.0 = 2.0"),
+        ({"tables": [{"title": "a", "to": [2.0], "families": {"a": {}}, "ours": ["a"]}]}, r"tables\[0\].to = 2.0; "),
         ({"tables": [{"title": "a", "to": [0.9], "families": {"a": {}}, "ours": ["b"]}]}, "unknown family 'b'"),
         ({"tables": [{"title": "a", "to": [1.0], "families": {"a": {"rul": 1}}, "ours": []}]}, "no option of its runs"),
         ({"clocks": {"a": {"gradient": 0.1, "network": {"sites": 2}}}}, "is no clock"),
@@ -718,7 +717,7 @@ def test_a_figure_with_some_of_the_clocks():
         ({"figures": [{"where": {"nodes": {"starts": 4}}}]}, "for runs with 4; give above"),
         ({"figures": [{"across": "seconds"}]}, "seconds need a clock; give clock = 'all'"),
         ({"figures": [{"first_done": True}]}, "seconds need a clock; give clock = 'all'"),
-        ({"figures": [{"wide": 10**9}]}, r"figures\[0\].wide = 1000000000: .* less than or equal to 100"),
+        ({"figures": [{"wide": 10**9}]}, r"figures\[0\].wide = 1000000000; .* less than or equal to 100"),
         ({"figures": [{"wide": -1}]}, r"figures\[0\].wide = -1"),
         ({"clocks": {"a": {"gradient": 0.1, "speed": 2}}}, "is no clock"),
         ({"clocks": {"a": {"gradient": 0.1, "network": 5}}}, "is no clock"),

@@ -9,7 +9,7 @@ import torch
 
 from klatsch import encodings, problems, rules, simulate
 from klatsch import topology as tp
-from klatsch.study import batches, cases, spec, traffic
+from klatsch.study import batches, cases, spec
 from klatsch.study.execute import run_study
 from klatsch.study.store import Store
 from klatsch.topology.channel import encoded_bytes
@@ -121,7 +121,7 @@ def test_encoded_bytes_are_those_of_the_encoding():
 
 def test_bytes_of_a_run_are_encoded_ones():
     """Dat sends 2 vectors to each of 2 neighbours, in 40 rounds or 5 of them."""
-    sent = [traffic.exchange_of(case).sent for case in expanded([GRID], problem={"dim": 600})[0]]
+    sent = [cases.exchange_of(case).sent for case in expanded([GRID], problem={"dim": 600})[0]]
     plain, small = 4 * 600, 600 + 2 * 3
     assert sent == [2 * 2 * 40 * plain, 2 * 2 * 40 * small] * 2 + [2 * 2 * 5 * plain, 2 * 2 * 5 * small] * 2
 
@@ -132,7 +132,7 @@ def test_the_complete_graph_is_an_all_reduce_in_float32_only():
         {"name": "complete", "late": [0, 1], "wire": ["float32", "bfloat16"]},
         {"name": "complete", "lazy": True},
     ]
-    sent = [traffic.exchange_of(case).sent for case in expanded(options, rules=["dsgd"], problem={"dim": 600})[0]]
+    sent = [cases.exchange_of(case).sent for case in expanded(options, rules=["dsgd"], problem={"dim": 600})[0]]
     ring, gossip = 2 * 4 / 5 * 4 * 600, 4 * 2 * 600
     assert sent == pytest.approx([40 * ring, 40 * gossip, 80 * gossip, 40 * gossip, 80 * gossip])
 

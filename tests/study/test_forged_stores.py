@@ -135,7 +135,7 @@ def test_a_study_runs_its_own_parts_into_a_forged_store(part, place, run_cli, in
     Path("s.toml").write_text('steps = 9\nnodes = 4\nseeds = 1\nlr = 0.1\nrules = ["dsgd"]\ntopologies = ["ring"]\n')
     told(run_cli("run", "s.toml"))
     small = {**STUDY, "name": "fig1-quick", "problem": {"dim": 5, "noise": 1.0, "heterogeneity": 1.0}}
-    monkeypatch.setattr("klatsch.report.installed.study_of", lambda *_: parse(small))
+    monkeypatch.setattr("klatsch.study.spec.study_of", lambda *_: parse(small))
     told(run_cli("reproduce", "fig1", "--store", "s.sqlite", "--out", "paper"))
     assert not (place / "marker").exists()
 

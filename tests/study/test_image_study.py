@@ -10,9 +10,8 @@ import torch
 
 from klatsch import problems
 from klatsch.problems import classification, fashion_mnist
-from klatsch.report import installed
 from klatsch.report.pages import Outline, page_of
-from klatsch.study import Row, Store, expand, parse, run_study
+from klatsch.study import Row, Store, expand, parse, run_study, spec
 from klatsch.study.batches import pack
 from tests.support.machine import DATA, needs_data
 from tests.support.on_ranks import assert_same_as_in
@@ -109,12 +108,12 @@ def check_a_store_of_two_problems(start, store, folder):
 
 
 def verdicts(target, rows):
-    content = installed.study_of(target, "paper")
+    content = spec.study_of(target, "paper")
     return Outline.of(content, expand(content)[0]).verdicts(rows)
 
 
 def drawn(target, rows):
-    content = installed.study_of(target, "paper")
+    content = spec.study_of(target, "paper")
     ((_, figure),) = Outline.of(content, expand(content)[0]).drawn(rows, target, "a title")
     return figure
 
@@ -211,7 +210,7 @@ def test_figures(tmp_path):
 @pytest.mark.parametrize("target", ["fig2", "fig3"])
 @pytest.mark.parametrize("scale", ["quick", "paper"])
 def test_studies_of_the_paper(target, scale):
-    found = installed.study_of(target, scale)
+    found = spec.study_of(target, scale)
     cases, left_out = expand(found)
     assert not left_out
     if (target, scale) == ("fig2", "paper"):
@@ -233,7 +232,7 @@ def test_pages_say_what_differs(in_threads, tmp_path, monkeypatch):
         problem={"name": "fashion-mnist", "alpha": 0.1, "batch": 100, "test": 200},
     )
     with Store(tmp_path / "s.sqlite") as store:
-        content = installed.content_of("fig2", "quick")
+        content = spec.content_of("fig2", "quick")
         words = {"title": content["title"], "notes": tuple(content["notes"]), "sentences": tuple(content["sentences"])}
         run_study(tiny.model_copy(update=words), store, command="klatsch reproduce fig2")
         page = page_of(next(iter(store.studies())), store)

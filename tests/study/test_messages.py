@@ -5,8 +5,7 @@ import pytest
 
 from klatsch.clock import Clock, Links
 from klatsch.study import Row, Store, expand, parse, run_study
-from klatsch.study.cases import Channel
-from klatsch.study.traffic import elapsed, exchange_of
+from klatsch.study.cases import Channel, elapsed, exchange_of
 
 pytestmark = pytest.mark.slow
 
@@ -87,8 +86,7 @@ def row(rule, topology, megabytes, accuracy, merged=0.9, worst=0.5, alpha=0.1, s
         "accuracy",
         True,
         50,
-        merged=curves(merged + 0 * final, 0.99),
-        worst=curves(worst + 0 * final, 0.99),
+        others={"merged": curves(merged + 0 * final, 0.99), "worst": curves(worst + 0 * final, 0.99)},
         sent=1e6 * megabytes,
     )
 

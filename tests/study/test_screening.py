@@ -91,7 +91,7 @@ def test_a_page_before_the_short_runs_are_done_shows_no_numbers(store):
         ({"steps": [5]}, r"screen.steps = \[5\]; give a whole number"),
         ({"record": 10**8}, "screen.record = 100000000; give a whole number from 1 to 10000"),
         ({"seeds": 100_000}, r"a grid of 2,400,000 runs; the limit is 100,000"),
-        ({"step": 20}, "unknown key 'screen.step'; there are steps, epochs, seeds, record"),
+        ({"step": 20}, "unknown key 'screen.step'; did you mean steps. There are steps, epochs, seeds, record"),
         ({"seeds": 0}, "screen.seeds = 0; give a whole number"),
         (20, r"screen = 20; give a table such as \{ seeds = 1 \}"),
     ],

@@ -29,13 +29,13 @@ def run(*words: str | Path, cwd: Path = ROOT) -> None:
 
 def version() -> str:
     """The version, of which all files must speak."""
-    (number,) = re.findall(r'VERSION = "(.+)"', (ROOT / "src/klatsch/version.py").read_text())
+    (number,) = re.findall(r'VERSION = "(.+)"', (ROOT / "src/klatsch/extras.py").read_text())
     heading = re.search(r"^## (\S+) – (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.M)
     cited = re.search(r"^version: (\S+)\ndate-released: (\S+)", (ROOT / "CITATION.cff").read_text(), re.M)
     assert heading is not None, "CHANGELOG.md has no heading such as: ## 0.2.0 – 2026-11-18"
     assert cited is not None, "CITATION.cff has no version and date-released"
     assert heading.groups() == cited.groups(), f"CHANGELOG.md has {heading.groups()}, CITATION.cff {cited.groups()}"
-    assert heading[1] == number, f"CHANGELOG.md is about {heading[1]}, version.py says {number}"
+    assert heading[1] == number, f"CHANGELOG.md is about {heading[1]}, extras.py says {number}"
     return number
 
 

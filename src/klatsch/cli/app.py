@@ -22,7 +22,7 @@ from typer.core import TyperCommand, TyperGroup, TyperOption
 from klatsch import catalogue, own, pictures
 from klatsch.cli import terminal
 from klatsch.cli.terminal import Plot, option, text, words
-from klatsch.version import VERSION
+from klatsch.extras import VERSION
 
 if TYPE_CHECKING:
     from klatsch.clock import Clock

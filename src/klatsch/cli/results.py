@@ -21,10 +21,9 @@ from klatsch.units import compact, counted, duration, size
 
 if TYPE_CHECKING:
     from klatsch.report.sentences import Verdict
-    from klatsch.study.cases import Case, LeftOut
+    from klatsch.study.cases import Case, Exchange, LeftOut
     from klatsch.study.choices import Row
     from klatsch.study.store import Store
-    from klatsch.study.traffic import Exchange
 
     Runs = list[tuple[str, Case]]  # with their keys
     Kind = tuple[str, str, str, int, str, str]
@@ -108,7 +107,7 @@ def results(
     as_json: AsJson = False,
 ) -> None:
     """Print, filter and export the results in STORE: the best learning rates, or every run."""
-    from klatsch.study import export
+    from klatsch.study import choices
     from klatsch.study.choices import timed
     from klatsch.study.store import Store
 
@@ -133,8 +132,8 @@ def results(
             with Store(compare, read_only=True) as other:
                 return _compare(opened, other, runs, as_json)
         if exports:
-            records = export.records(opened, runs, curves, clock)
-            for path, write in ((csv, export.to_csv), (parquet, export.to_parquet)):
+            records = choices.records(opened, runs, curves, clock)
+            for path, write in ((csv, choices.to_csv), (parquet, choices.to_parquet)):
                 if path is not None:
                     write(records, path)
                     print(f"{counted(len(records), 'line')} written to {path}")
@@ -142,7 +141,7 @@ def results(
                 outcomes = opened.outcomes([key for key, _ in runs], last=True)
                 say_unknown((case, outcomes[key].exchange) for key, case in runs)
         elif every and as_json:
-            print_json({"runs": export.records(opened, runs, curves, clock)})
+            print_json({"runs": choices.records(opened, runs, curves, clock)})
         elif every:
             _print_runs(opened, runs, metric)
         else:
@@ -215,7 +214,7 @@ def _tables(store: Store, runs: Runs, metric: str | None) -> list[tuple[Kind, li
 
 def _compare(one: Store, other: Store, runs: Runs, as_json: bool) -> None:
     """Print how far the runs of two stores are apart."""
-    from klatsch.study.export import differences
+    from klatsch.study.choices import differences
 
     pairs, only_one, only_other = differences(one, other, runs)
     if as_json:
@@ -233,7 +232,7 @@ def _compare(one: Store, other: Store, runs: Runs, as_json: bool) -> None:
 
 
 def _print_runs(store: Store, runs: Runs, metric: str | None) -> None:
-    from klatsch.study.export import records
+    from klatsch.study.choices import records
 
     settings = dict.fromkeys(name for _, case in runs for name in case.problem_options)
     measured = dict.fromkeys(metric or case.headline.metric for _, case in runs)
@@ -299,7 +298,7 @@ def print_verdicts(verdicts: Sequence[Verdict]) -> None:
 
 def say_unknown(runs: Iterable[tuple[Case, Exchange | None]]) -> None:
     """Say of which runs bytes or seconds are not known, and why."""
-    from klatsch.study.traffic import why_unknown
+    from klatsch.study.cases import why_unknown
 
     reasons = {(case.label, case.graph_label): why_unknown(case, exchange) for case, exchange in runs}
     for (rule, graph), reason in reasons.items():

@@ -269,13 +269,12 @@ def demo(
     full: Annotated[bool, typer.Option("--full", help="Up to 49 machines, as in the README; takes minutes.")] = False,
 ) -> None:
     """Compare DAT-SGD with D-SGD and others on three graphs: how many machines help? Takes a minute."""
-    from klatsch.report.installed import content_of
     from klatsch.report.pages import Outline
     from klatsch.study import spec
     from klatsch.study.cases import expand
 
     changes = {name: value for name, value in (("steps", steps), ("seeds", seeds)) if value is not None}
-    study = spec.parse(content_of("demo", "full" if full else "quick") | changes)
+    study = spec.parse(spec.content_of("demo", "full" if full else "quick") | changes)
     files = [out / f"klatsch-demo{suffix}" for suffix in (".png", ".svg")]
     for file in files:
         pictures.check_path(file)
@@ -327,15 +326,15 @@ def reproduce(
     """Reproduce a figure or table of the paper, or a study of ours."""
     from klatsch.arguments import named
     from klatsch.report import pages
-    from klatsch.report.installed import GROUPS, study_of
     from klatsch.report.tables import TABLES
+    from klatsch.study import spec
     from klatsch.study.cases import expand
     from klatsch.study.choices import BESIDE
 
     named("target", target, dict.fromkeys(catalogue.TARGETS))
     named("--of", of, dict.fromkeys(("mean", *BESIDE)))
     named("scale", scale, dict.fromkeys(("quick", "paper")))
-    parts = GROUPS.get(target, (target,))
+    parts = catalogue.GROUPS.get(target, (target,))
     if target in TABLES and (epochs is not None or workplace.data is not None or of != "mean"):
         raise ValueError(f"{target} trains nothing; leave --epochs, --data and --of out")
     if len(parts) > 1 and (epochs is not None or dtype is not None):
@@ -346,7 +345,7 @@ def reproduce(
         folder_for("results", out, ELSEWHERE)
         made.append((TABLES[target](), 0.0))
     else:
-        for study in [study_of(part, scale, workplace.device or "cpu", dtype, epochs) for part in parts]:
+        for study in [spec.study_of(part, scale, workplace.device or "cpu", dtype, epochs) for part in parts]:
             place = out / "results.sqlite" if workplace.store is None else workplace.store
             with workplace.finished(study, expand(study), place, out) as (done, store):
                 page = pages.page_of(done.remembered, store, None if of == "mean" else of)

@@ -85,14 +85,14 @@ def _flat(event: dict[str, object]) -> dict[str, object]:
 
 
 def _export(records: list[dict[str, object]], csv: Path | None, parquet: Path | None) -> None:
-    from klatsch.study import export
+    from klatsch.study import choices
 
     columns = dict.fromkeys(("event", "time", "member", "round", *(name for record in records for name in record)))
     table = [{name: record.get(name) for name in columns} for record in records]
     if csv is not None:
-        export.to_csv(table, csv)
+        choices.to_csv(table, csv)
     if parquet is not None:
-        export.to_parquet(table, parquet)
+        choices.to_parquet(table, parquet)
 
 
 # --- the live page ----------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.optim.optimizer import ParamsT, StateDict
 
 from klatsch.arguments import named
+from klatsch.extras import VERSION
 from klatsch.optim import groups, hosts
 from klatsch.optim.groups import OnNonFinite
 from klatsch.optim.points import Watch, model_of
@@ -35,7 +36,6 @@ from klatsch.ranks.mailbox import Memory
 from klatsch.rules import Rule, State
 from klatsch.rules.base import checked, rate
 from klatsch.topology import Topology
-from klatsch.version import VERSION
 from klatsch.watch.sinks import Given, sinks_of
 
 if TYPE_CHECKING:

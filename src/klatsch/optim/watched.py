@@ -14,6 +14,7 @@ from typing import ClassVar, SupportsFloat
 import torch
 from torch import Tensor
 
+from klatsch.extras import VERSION
 from klatsch.optim.groups import parameters_of
 from klatsch.optim.hosts import Host
 from klatsch.optim.points import Points
@@ -23,7 +24,6 @@ from klatsch.ranks.failures import LinkError, QuorumError, reason, shown, warn
 from klatsch.ranks.links import GlooLinks
 from klatsch.rules import Rule
 from klatsch.topology import Topology
-from klatsch.version import VERSION
 from klatsch.watch.events import Log, Sink
 from klatsch.watch.sinks import ABOUT, ROW
 

@@ -92,7 +92,7 @@ class Task:
             number("target", self.target, math.isfinite, "a number")
 
     def problem(self, nodes: int, seed: int = 0) -> Problem:
-        """The problem, which tells no more than its headline."""
+        """The problem, which measures nothing but its headline."""
         return checked(self.make(nodes, seed)).briefly()
 
     def in_float32(self, problem: Problem) -> bool:
@@ -290,7 +290,7 @@ def starters(task: Task) -> tuple[list[Runner], dict[int, Problem], str]:
 
 
 def _target(task: Task, alone: Sequence[Runner], timer: Timer) -> float:
-    """The target as an error, after the first rounds of one machine; without one what it has after some more."""
+    """Run one machine's first rounds; returns the target as an error, by default what it reaches after some more."""
     problem = alone[0].problem
     try:
         for runner in alone:
@@ -456,7 +456,7 @@ def enough(trials: Sequence[Trial], alone: Trial) -> Trial | None:
 
 
 def errors_of(problem: Problem, result: Result) -> Array:
-    """The problem's metric as an error, which falls: 1 - accuracy."""
+    """The problem's metric as an error, such as 1 - accuracy."""
     metric, largest = problem.headline.metric, problem.headline.largest
     values = result.metrics[metric].cpu().numpy().astype(float)
     errors = np.where(np.isfinite(values), 1.0 - values if largest else values, np.inf)
@@ -476,7 +476,7 @@ def smoothed(errors: Array) -> Array:
 
 
 def crossing(steps: Sequence[int], errors: Array, target: float) -> float:
-    """The round at which errors fall to the target for the first time, between two that are known."""
+    """The round at which errors first fall to the target, between two that are known."""
     below = np.flatnonzero(errors <= target)
     if not len(below):
         return math.inf
@@ -489,7 +489,7 @@ def crossing(steps: Sequence[int], errors: Array, target: float) -> float:
 
 
 def fitted(steps: Sequence[int], errors: Array, target: float) -> float:
-    """The round at which errors that go on to fall as they do, by a power of the rounds, reach the target."""
+    """The round at which errors reach the target if they go on falling as a power of the rounds."""
     late = [k for k, step in enumerate(steps) if step >= steps[-1] / 4]
     x, y = np.log([steps[k] for k in late]), errors[late]
     if len(late) < 4 or not (np.isfinite(y).all() and (y > 0).all()) or target <= 0:

@@ -108,7 +108,7 @@ class Way(NamedTuple):
         return rule, topology.make(self.graph, self.machines, **self.channel)
 
     def flags(self, lr: float, rounds: float) -> list[str]:
-        """Of `klatsch run`, which does the same."""
+        """The options of `klatsch run` that do the same."""
         chosen = {name: value for name, value in {**self.options, **self.channel}.items() if name != "every"}
         return [
             *("--rules", self.rule, "-t", self.graph + f"/{self.every}" * (self.every > 1), "-n", str(self.machines)),

@@ -21,11 +21,11 @@ from klatsch import rules
 from klatsch.arguments import named, there_are
 from klatsch.clock import Clock
 from klatsch.report import selection
-from klatsch.report.selection import Selections, best_of, distinct, grouped, in_words, options_of, selected
+from klatsch.report.selection import Selections, best_of, distinct, in_words, options_of, selected
 from klatsch.report.sentences import Race, factor, is_behind, spread
+from klatsch.study.cases import sent_by
 from klatsch.study.choices import LOSS, Row
-from klatsch.study.spec import Options
-from klatsch.study.traffic import sent_by
+from klatsch.study.spec import Options, grouped
 from klatsch.units import duration
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ class StudyFigure(selection.Words):
         """The figure; of all rows where it selects none, as in a study that is not finished."""
         rows = selected(rows, self.where) or list(rows)
         if self.of != "mean":
-            rows = [row.showing(self.of) for row in rows if vars(row)[self.of] is not None] or rows
+            rows = [row.showing(self.of) for row in rows if self.of in row.others] or rows
         chosen = clocks if self.clock == "all" else {name: clocks[name] for name in self.clocks if name}
         if self.race is not None:
             return _raced(rows, self.race, chosen)
@@ -385,21 +385,21 @@ def _raced(rows: Sequence[Row], race: Race, clocks: Mapping[str, Clock]) -> Figu
     for clock, M, share, first in standings:
         axis, top = axes[race.to.index(share), sizes.index(M)], step * names.index(clock)
         apart = [word for word in clock.split(", ") if not all(word in name.split(", ") for name in names)]
-        told = {"va": "center", "fontsize": 8.5, "transform": axis.get_yaxis_transform()}
-        axis.text(0, top, literal(", ".join(apart)), weight="bold", **told)
+        text = {"va": "center", "fontsize": 8.5, "transform": axis.get_yaxis_transform()}
+        axis.text(0, top, literal(", ".join(apart)), weight="bold", **text)
         for y, of in enumerate(families, top + 1):
             colour = OKABE_ITO[0] if of in race.ours else "#6e6e6e"
             if (row := first.get(of)) is None:
-                axis.text(1, y, "not run", color=colour, ha="right", **told)
+                axis.text(1, y, "not run", color=colour, ha="right", **text)
                 continue
             name = f"{VALUE}{row.rule}, {row.topology}, M = {M}, {clock}, {share:.0%}: {spread(row)}"
             axis.plot([row.low, min(row.value, most)], [y, y], color=colour, alpha=0.45, linewidth=2.2)
             if row.diverged:
-                axis.text(1, y, "never", color=colour, ha="right", bbox={"color": "white", "pad": 1}, **told)
+                axis.text(1, y, "never", color=colour, ha="right", bbox={"color": "white", "pad": 1}, **text)
             else:
                 axis.plot([row.value], [y], "o", color=colour, markersize=5.5, gid=name)
                 axis.text(
-                    row.value, y, f"   {duration(row.value)}", color=colour, **told | {"transform": axis.transData}
+                    row.value, y, f"   {duration(row.value)}", color=colour, **text | {"transform": axis.transData}
                 )
     for axis, (share, M) in zip(axes.flat, product(race.to, sizes), strict=True):
         axis.set_title(f"{share:.0%} of the best accuracy, {SYMBOLS['nodes'] % M}", fontsize=10, loc="left")
@@ -461,7 +461,7 @@ def _panelled(
     from matplotlib import figure as figures
 
     values = {name: list(dict.fromkeys(options_of(row).get(name) for row in rows)) for name in names}
-    told = [name for name in names if len(values[name]) > 1 or name not in rows[0].setting]
+    varied = [name for name in names if len(values[name]) > 1 or name not in rows[0].setting]
     groups = grouped(rows, lambda row: tuple(options_of(row).get(name) for name in names))
     places = sorted(groups, key=lambda place: [values[name].index(v) for name, v in zip(names, place, strict=True)])
     if (count := len(places)) > MOST_PANELS:
@@ -475,7 +475,7 @@ def _panelled(
     panels = []
     for k, place in enumerate(places):
         axis, of = axes[k], dict(zip(names, place, strict=True))
-        words = [SYMBOLS[name] % of[name] if name in SYMBOLS else literal(in_words(name, of[name])) for name in told]
+        words = [SYMBOLS[name] % of[name] if name in SYMBOLS else literal(in_words(name, of[name])) for name in varied]
         axis.set_title(", ".join(words), fontsize=10)
         axis.set_yscale("linear" if rows[0].largest or selection.in_bits(rows[0]) else "log")
         axis.grid(alpha=0.25, linewidth=0.5)
@@ -525,7 +525,7 @@ def _tooltip(axis: Axes, row: Row, x: float, values: NDArray[np.float64], when: 
 
 
 def _legend(figure: Figure) -> None:
-    """One legend below all panels, from which a long one takes no room."""
+    """One legend below all panels; a long one makes the figure higher."""
     lines = {label: line for axis in figure.axes for line, label in zip(*axis.get_legend_handles_labels(), strict=True)}
     columns = max(1, min(len(lines), int(figure.get_figwidth() / (0.55 + 0.085 * max(map(len, lines))))))
     figure.set_figheight(figure.get_figheight() + 0.21 * max(0, -(-len(lines) // columns) - 3))
@@ -561,7 +561,7 @@ def _tick(axis: Axis, low: float, high: float) -> None:
 
 
 def values_of(figure: Figure) -> Options | None:
-    """What lines of a figure show, for a page on which one can ask them; None of a figure that has none."""
+    """The lines of a figure in numbers, for an interactive page; None if it has none."""
     from matplotlib.colors import to_hex
 
     def plain(text: str) -> str:
@@ -573,12 +573,8 @@ def values_of(figure: Figure) -> Options | None:
         x, mean, low, high = ([float(f"{v:.6g}") for v in values] for values in (course.x, *course.spread))
         notes = course.notes if len(course.notes) == len(x) else []
         look = {"colour": to_hex(course.style["color"]), "dash": DASHES.index(course.style["linestyle"])}
-        return {"name": course.name, "more": course.more, "notes": notes, **look} | {
-            "x": x,
-            "mean": mean,
-            "low": low,
-            "high": high,
-        }
+        words = {"name": course.name, "more": course.more, "notes": notes}
+        return {**words, **look, "x": x, "mean": mean, "low": low, "high": high}
 
     axes = [axis for axis in figure.axes if axis in DRAWN]
     if not axes:

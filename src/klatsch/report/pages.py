@@ -15,16 +15,15 @@ from typing import TYPE_CHECKING
 
 from klatsch import files, pictures
 from klatsch.clock import Clock
+from klatsch.extras import VERSION
 from klatsch.report import figures
 from klatsch.report.selection import clock_of, options_of
 from klatsch.report.sentences import STANDING, Race, Sentence, Verdict
-from klatsch.study.cases import Case
-from klatsch.study.choices import BESIDE, Row, screened, timed
-from klatsch.study.export import save_csv
-from klatsch.study.spec import Options, Study
-from klatsch.study.store import Remembered, Store
+from klatsch.study.cases import Case, Remembered
+from klatsch.study.choices import BESIDE, Row, save_csv, screened, timed
+from klatsch.study.spec import Options, Study, grouped
+from klatsch.study.store import Store
 from klatsch.units import compact, counted
-from klatsch.version import VERSION
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -102,7 +101,7 @@ class Outline:
 
     @classmethod
     def of(cls, study: Study, cases: Sequence[Case]) -> Outline:
-        """That of a study with these runs, whose options it may name."""
+        """The outline of a study with these runs, whose options it may name."""
         clocks = {name: clock_of(options) for name, options in study.clocks.items()}
         known: dict[str, Options] = {"clock": dict(zip(clocks, clocks, strict=True))} if clocks else {}
         for name, value in (pair for case in cases for pair in options_of(case).items()):
@@ -169,12 +168,10 @@ def page_of(
 def _facts(remembered: Remembered, showing: str | None, cases: Sequence[Case], store: Store) -> tuple[str, ...]:
     """What was run, what is shown, and where and when it ran."""
     study = remembered.study
-    grids: dict[tuple[float, ...], dict[str, None]] = {}  # with names of rules, once each
-    for rule, grid in study.grids:
-        grids.setdefault(grid, {})[rule] = None
+    grids = grouped(dict.fromkeys(study.grids), lambda of_rule: of_rule[1])
     rates = "; ".join(
-        (f"{', '.join(names)}: " if len(grids) > 1 else "") + ", ".join(f"{lr:g}" for lr in grid)
-        for grid, names in grids.items()
+        (f"{', '.join(rule for rule, _ in rules)}: " if len(grids) > 1 else "") + ", ".join(f"{lr:g}" for lr in grid)
+        for grid, rules in grids.items()
     )
     headline = remembered.cases[0].headline
     best = f"largest mean final {headline.metric}" if headline.largest else "smallest mean final error"
@@ -252,16 +249,6 @@ def report(
     runs = store.outcomes((key for key, _ in store.runs()), names=())
     needed = (screened(each.study, each.cases, store).cases for each in studies)
     keys = {case.key for cases in needed for case in cases}
-    times = sorted(run.finished for run in runs.values())
-    summary = {
-        "runs": len(runs),
-        "replaced": len(runs.keys() - keys),
-        "diverged": sum(run.diverged for run in runs.values()),
-        "seconds": sum(run.seconds for run in runs.values()),
-        "first": _minute(times[0]) if times else "",
-        "last": _minute(times[-1]) if times else "",
-        "engines": sorted({f"{run.engine} on {run.device}" for run in runs.values()}),
-    }
     licence = f"/*\n{_text('watch/page/uPlot.LICENSE')}\n*/"
     script = "\n".join([licence, _text("watch/page/uPlot.iife.min.js"), _text("report/templates/report.js")])
     loader = PackageLoader("klatsch.report")
@@ -274,7 +261,10 @@ def report(
         seal=b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         styles=_text("watch/page/uPlot.min.css") + _text("report/templates/report.css"),
         environments=list({str(run.environment): run.environment for run in runs.values()}.values()),
-        summary=summary,
+        runs=list(runs.values()),
+        replaced=len(runs.keys() - keys),
+        times=[_minute(run.finished) for run in runs.values()],
+        engines=sorted({f"{run.engine} on {run.device}" for run in runs.values()}),
         version=VERSION,
     )
     files.save(path, html.encode(), "HTML")

@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-import inspect
+import operator
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
-from typing import Annotated, TypeVar
+from typing import Annotated, Self, TypeVar
 
 import numpy as np
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
-from klatsch import own, rules
+from klatsch import own
 from klatsch.arguments import shown, there_are
 from klatsch.clock import Clock, Deaths, Links, Sites, Uneven
-from klatsch.study.cases import Case
+from klatsch.study.cases import Case, defaults, elapsed
 from klatsch.study.choices import Row
-from klatsch.study.spec import Options
-from klatsch.study.traffic import elapsed
+from klatsch.study.spec import Options, explained, grouped
 from klatsch.units import compact, ordinal
 
 BOUNDS: dict[str, Callable[..., bool]] = {
-    "above": lambda value, bound: value > bound,
-    "below": lambda value, bound: value < bound,
-    "from": lambda value, bound: value >= bound,
-    "to": lambda value, bound: value <= bound,
+    "above": operator.gt,
+    "below": operator.lt,
+    "from": operator.ge,
+    "to": operator.le,
     "starts": lambda value, bound: str(value).startswith(bound),
 }
 NAMES = ("rule", "options", "topology", "graph", "wire", "hook", "clock")  # options whose values say what they are
@@ -35,7 +33,6 @@ Selections = Annotated[
     tuple[Selection, ...], BeforeValidator(lambda given: [given] if isinstance(given, Mapping) else given)
 ]
 Value = TypeVar("Value")
-Table = TypeVar("Table", bound="Words")
 
 
 class Words(BaseModel):
@@ -44,32 +41,15 @@ class Words(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     @classmethod
-    def read(cls: type[Table], tables: Sequence[Options], key: str) -> dict[str, Table]:
+    def read(cls, tables: Sequence[Options], key: str) -> dict[str, Self]:
         """Tables of a study by their places, such as "sentences[0]"."""
         read = {}
         for k, table in enumerate(tables):
             try:
                 read[f"{key}[{k}]"] = cls.model_validate(table)
             except ValidationError as refusal:
-                error = refusal.errors(include_url=False)[0]
-                place = ".".join([f"{key}[{k}]", *map(str, error["loc"])])
-                if error["type"] == "extra_forbidden":
-                    known = [field.alias or name for name, field in cls.model_fields.items()]
-                    raise ValueError(f"unknown key {place!r}; {there_are(str(error['loc'][-1]), known)}") from None
-                given = "" if error["type"] in ("missing", "value_error") else f" = {shown(error['input'])}"
-                message = error["msg"].removeprefix("Value error, ")
-                raise ValueError(f"{place}{given}: {message[:1].lower()}{message[1:]}") from None
+                raise ValueError(explained(refusal.errors(include_url=False)[0], cls, f"{key}[{k}]")) from None
         return read
-
-
-@cache
-def _defaults(rule: str) -> Options:
-    """The defaults of a built-in rule; those of others are in files that a store must not open."""
-    if own.is_own(rule):
-        return {}
-    options = inspect.signature(rules.kind(rule)).parameters.values()
-    known = {option.name: option.default for option in options if option.default is not option.empty}
-    return {name: "none" if value is None else value for name, value in known.items()}  # TOML has no null
 
 
 def options_of(row: Row | Case) -> Options:
@@ -78,8 +58,9 @@ def options_of(row: Row | Case) -> Options:
         names = {"rule": row.rule.partition(" (")[0], "topology": row.topology.partition(" (")[0]}
         of_row = {"options": row.rule, "graph": row.topology, "nodes": row.nodes, **row.setting}
         return (options_of(row.case) if row.case else names) | of_row
+    known = {} if own.is_own(row.rule) else defaults("rule", row.rule)  # in files that a store must not open
     return {
-        **_defaults(row.rule),
+        **{name: "none" if value is None else value for name, value in known.items()},  # TOML has no null
         "schedule": "constant",
         **row.rule_options,
         **row.channel._asdict(),
@@ -149,14 +130,6 @@ def distinct(rows: Iterable[Row], of: Callable[[Row], Value]) -> list[Value]:
     return list(dict.fromkeys(of(row) for row in rows))
 
 
-def grouped(rows: Iterable[Row], by: Callable[[Row], Value]) -> dict[Value, list[Row]]:
-    """Rows by a value."""
-    groups: dict[Value, list[Row]] = {}
-    for row in rows:
-        groups.setdefault(by(row), []).append(row)
-    return groups
-
-
 def varying(rows: Sequence[Row]) -> list[str]:
     """The problem's options that differ between rows."""
     names = dict.fromkeys(name for row in rows for name in row.setting)
@@ -169,7 +142,7 @@ def in_bits(row: Row) -> bool:
 
 
 def best_of(rows: Iterable[Row]) -> Row:
-    """The row with the best value; of equals the one whose best seed is better."""
+    """The row with the best value; among equals, the one with the better best seed."""
     return min(rows, key=lambda row: (-row.value, -row.high) if row.largest else (row.value, row.low))
 
 
@@ -197,7 +170,7 @@ def _network(table: Options) -> Links:
 
 
 def timed(rows: Iterable[Row], name: str, clock: Clock) -> list[Row]:
-    """Rows beside a clock; those whose runs have schedules made by other clocks are left out."""
+    """Rows timed by a clock, without those whose schedules were made by another clock."""
     placed = []
     for row in rows:
         meets = row.case.meets.strip() if row.case else ""
@@ -224,17 +197,17 @@ def reaching(rows: Iterable[Row], share: float) -> list[Row]:
 
     The best is that of any row at the end, among those with as many nodes. (Of errors: the smallest over the share.)
     """
-    found = list[Row]()
+    reached = list[Row]()
     for same in grouped(rows, lambda row: (row.nodes, row.setting_text)).values():
         best = best_of(same)
         target = best.value * share if best.largest else best.value / share
         for row in same:
-            there = row.curve >= target if row.largest else row.curve <= target
-            first = np.where(there.any(1), np.array(row.elapsed)[there.argmax(1)], np.inf)[:, None, None]
-            known = vars(row.stopped(1)) | {"metric": "seconds", "largest": False, "merged": None, "worst": None}
+            arrived = row.curve >= target if row.largest else row.curve <= target
+            first = np.where(arrived.any(1), np.array(row.elapsed)[arrived.argmax(1)], np.inf)[:, None, None]
+            known = vars(row.stopped(1)) | {"metric": "seconds", "largest": False, "others": {}}
             known |= {"steps": row.steps[-1:], "elapsed": None, "curves": first, "consensus": first}
-            found.append(Reached(**known))
-    return found
+            reached.append(Reached(**known))
+    return reached
 
 
 def first_done(rows: Iterable[Row]) -> float:
@@ -246,5 +219,5 @@ def chosen_for(row: Row, seconds: float) -> tuple[Row, int]:
     """The row with the learning rate that is best after some seconds, and how many points it has by then."""
     points = sum(when <= seconds * (1 + 1e-9) for when in row.elapsed or ())
     best = replace(row, curves=row.curves[:, : max(1, points)]).best
-    of_best = {name: vars(row)[name][:, :, [best]] for name in ("curves", "consensus")}
-    return replace(row, lrs=(row.lrs[best],), tried=row.lrs, merged=None, worst=None, **of_best), points
+    curves, consensus = row.curves[:, :, [best]], row.consensus[:, :, [best]]
+    return replace(row, lrs=(row.lrs[best],), tried=row.lrs, curves=curves, consensus=consensus, others={}), points

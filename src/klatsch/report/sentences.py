@@ -21,9 +21,9 @@ from pydantic import BeforeValidator, Field, model_validator
 from klatsch.arguments import named, shown
 from klatsch.clock import Clock
 from klatsch.report import selection
-from klatsch.report.selection import Selection, Selections, best_of, distinct, grouped, in_words, options_of, selected
+from klatsch.report.selection import Selection, Selections, best_of, distinct, in_words, options_of, selected
 from klatsch.study.choices import BESIDE, Row
-from klatsch.study.spec import Options
+from klatsch.study.spec import Options, grouped
 from klatsch.units import duration
 
 CHANGE = 1.25  # what a trend changes an error by, at least
@@ -164,8 +164,8 @@ class Needs(selection.Words):
         epochs, seeds = min(row.epochs or 0 for row in rows), min(len(row.curves) for row in rows)
         rounds, nodes = min(row.steps[-1] for row in rows), {row.nodes for row in rows}
         if epochs < self.epochs or seeds < self.seeds:
-            needed, there = (f"{self.epochs} epochs and ", f"{epochs} and ") if self.epochs else ("", "")
-            return [f"needs {needed}{self.seeds} seeds, these are {there}{seeds}"]
+            needed, run = (f"{self.epochs} epochs and ", f"{epochs} and ") if self.epochs else ("", "")
+            return [f"needs {needed}{self.seeds} seeds, these are {run}{seeds}"]
         if rounds < self.rounds:
             return [f"needs {self.rounds:,} rounds, these are {rounds:,}"]
         return [f"needs M = {M}, which was not run" for M in self.nodes if M not in nodes]
@@ -337,12 +337,12 @@ class Sentence(selection.Words):
                 yield words, [row for row in group if not row.diverged] or group, best_of(against)
 
     def _rivals(self, rows: Sequence[Row]) -> list[Row]:
-        """Theirs that did not diverge (who never has an accuracy is late), each showing what its selection asks for."""
+        """Theirs that did not diverge (never to reach an accuracy is to be late), each showing what is asked for."""
         rivals = []
         for table in self.theirs:
             of = table.get("of", "mean")
             chosen = selected(rows, {name: value for name, value in table.items() if name != "of"})
-            rivals += chosen if of == "mean" else [row.showing(of) for row in chosen if vars(row)[of] is not None]
+            rivals += chosen if of == "mean" else [row.showing(of) for row in chosen if of in row.others]
         return [row for row in rivals if self.at.reach or not row.diverged]
 
     def _course(self, points: Points, rows: Sequence[Row]) -> Answer:
@@ -458,8 +458,8 @@ class Race(selection.Words):
         for name, clock in clocks.items():
             timed = selection.timed(rows, name, clock)
             for M, share in product(sorted({row.nodes for row in timed}), self.to):
-                there = selected(selection.reaching(timed, share), {"nodes": M})
-                members = {of: selected(there, family) for of, family in self.families.items()}
+                reached = selected(selection.reaching(timed, share), {"nodes": M})
+                members = {of: selected(reached, family) for of, family in self.families.items()}
                 first = {of: best_of(some) for of, some in members.items() if some}
                 standings.append(Standing(name, M, share, first))
         return standings
@@ -468,7 +468,10 @@ class Race(selection.Words):
         """The table: its header, and a line for each standing; "-" where a family has no runs."""
         table = [("clock", "M", "of the best", *self.families, "others / ours")]
         for name, M, share, first in standings:
-            cells = [self._cell(first.get(of)) for of in self.families]
+            cells = [
+                "-" if (row := first.get(of)) is None else spread(row) + f", {row.topology}" * math.isfinite(row.low)
+                for of in self.families
+            ]
             others, ours = (
                 min((row.value for of, row in first.items() if (of in self.ours) is wanted), default=math.inf)
                 for wanted in (False, True)
@@ -477,12 +480,6 @@ class Race(selection.Words):
             times = alone.get((math.isinf(others), math.isinf(ours))) or factor(others / ours)
             table.append((name, str(M), f"{share:.0%}", *cells, times))
         return table
-
-    @staticmethod
-    def _cell(row: Row | None) -> str:
-        if row is None:
-            return "-"
-        return spread(row) if math.isinf(row.low) else f"{spread(row)}, {row.topology}"
 
 
 # --- trends over the number of machines -----------------------------------------------------------------------------

@@ -5,19 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from klatsch import theory
 from klatsch import topology as topologies
 from klatsch.report.figures import COLOURS
 from klatsch.report.pages import Page
 from klatsch.report.sentences import Verdict
-from klatsch.theory import RATES, Constants
+from klatsch.theory import RATES, Constants, largest_machines
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-Number = TypeVar("Number", int, float)
 
 SAMPLES = (1e12, 1e24)  # far out, so that constants no longer bend the slope
 SIZES = (1_000, 100_000)
@@ -50,14 +48,24 @@ def table_1() -> Page:
     rows, fits = [], dict[str, tuple[float, float]]()
     names = ("1 / rho as a power of M", "D-SGD's largest M as a power of N", "DAT's largest M as a power of N")
     for family, expected in TABLE_1.items():
-        largest = (_slope(SAMPLES, partial(_largest, rule, family)) for rule in ("dsgd", "dat"))
+        largest = (_slope(SAMPLES, partial(largest_machines, rule, topology=family)) for rule in ("dsgd", "dat"))
         pairs = list(zip((-_slope(SIZES, partial(topologies.spectral_gap, family)), *largest), expected, strict=True))
         rows.append((family, *(f"{value:z.3f} ({wanted:.3f})" for value, wanted in pairs)))
         fits |= {f"{name} on the {IN_WORDS.get(family, family)}": pair for name, pair in zip(names, pairs, strict=True)}
-    fits["with a server, the largest M as a power of N"] = _slope(SAMPLES, partial(_largest, "minibatch", "ring")), 0.5
+    fits["with a server, the largest M as a power of N"] = (
+        _slope(SAMPLES, partial(largest_machines, "minibatch", topology="ring")),
+        0.5,
+    )
     for name, rule, wanted in (("D-SGD", "dsgd", 0.5), ("DAT", "dat", 1)):
         slope = _slope((1e-3, 0.1), partial(theory.parallelism_bound, rule, 1e12))  # as a function of rho
         fits[f"{name}'s bound on near-complete graphs as a power of rho"] = slope, wanted
+    samples = [10.0**k for k in range(4, 25, 2)]
+    lines = [
+        (f"{rule}, {IN_WORDS.get(family, family)}", style, colour, [largest_machines(rule, N, family) for N in samples])
+        for colour, family in zip(COLOURS, TABLE_1, strict=False)
+        for rule, style in (("dat", "-"), ("dsgd", "--"))
+    ]
+    lines.append(("with a server", ":", "black", [largest_machines("minibatch", N, "ring") for N in samples]))
     return Page(
         name="table1",
         title="Table 1: parallelism bounds",
@@ -65,7 +73,7 @@ def table_1() -> Page:
             "Exponents fitted on actual graphs, in brackets the paper's. Gaps between 1,000 and 100,000 nodes, "
             "largest M between N = 1e12 and 1e24 samples, all constants 1.",
         ),
-        figures=(("table1", _bounds_figure()),),
+        figures=(("table1", _drawn(samples, lines, "samples N", "largest M that keeps the statistical rate")),),
         header=("topology", "1 / rho ~ M^", "D-SGD: M ~ N^", "DAT: M ~ N^"),
         table=tuple(rows),
         verdicts=tuple(
@@ -86,6 +94,15 @@ def table_2() -> Page:
         shown = f"{spread}^{fitted[0]:.2f} / (M^{fitted[1]:.2f} rho^{fitted[2]:.2f} eps^{fitted[3]:.2f})"
         rows.append((rule, TERMS[term], formula, shown))
         verdicts.append(_verdict(f"{rule}, {TERMS[term]}: {formula}", 2, fitted, expected, shown))
+    errors, nodes = [10.0 ** (-k / 2) for k in range(2, 17)], 25
+    rho = topologies.spectral_gap("ring", nodes)
+    names = {"dat": "dat", "dsgd": "dsgd", "gt": "gt", "minibatch": "with a server"}
+    lines = [
+        (name, "-", colour, [theory.rounds_to_error(rule, error, nodes, rho, Constants(zeta=1.0)) for error in errors])
+        for colour, (rule, name) in zip(COLOURS, names.items(), strict=False)
+    ]
+    figure = _drawn(errors, lines, "error epsilon", f"rounds T, ring of {nodes}, all constants 1")
+    figure.axes[0].invert_xaxis()
     return Page(
         name="table2",
         title="Table 2: rounds to an error epsilon",
@@ -93,7 +110,7 @@ def table_2() -> Page:
             "Powers of each term of the rates in klatsch.theory, by differences, beside the formulas of the paper's "
             "table: does klatsch.theory say the same? Nothing is simulated here.",
         ),
-        figures=(("table2", _rounds_figure()),),
+        figures=(("table2", figure),),
         header=("rule", "term", "paper", "klatsch.theory"),
         table=tuple(rows),
         verdicts=tuple(verdicts),
@@ -124,38 +141,10 @@ def _powers(rule: str, term: str, spread: str) -> tuple[float, ...]:
     return tuple(round(power, 9) + 0.0 for power in (p / c, a / c, b / c, 1 / c))
 
 
-def _slope(ends: tuple[Number, Number], function: Callable[[Number], float]) -> float:
+def _slope(ends: tuple[float, float], function: Callable[..., float]) -> float:
     """The power between two ends."""
     first, last = (float(function(end)) for end in ends)
     return round(math.log(last / first) / math.log(ends[1] / ends[0]), 9)
-
-
-def _largest(rule: str, family: str, N: float) -> float:
-    return theory.largest_machines(rule, N, family)
-
-
-def _bounds_figure() -> Figure:
-    samples = [10.0**k for k in range(4, 25, 2)]
-    lines = [
-        (f"{rule}, {IN_WORDS.get(family, family)}", style, colour, [_largest(rule, family, N) for N in samples])
-        for colour, family in zip(COLOURS, TABLE_1, strict=False)
-        for rule, style in (("dat", "-"), ("dsgd", "--"))
-    ]
-    lines.append(("with a server", ":", "black", [_largest("minibatch", "ring", N) for N in samples]))
-    return _drawn(samples, lines, "samples N", "largest M that keeps the statistical rate")
-
-
-def _rounds_figure() -> Figure:
-    errors, nodes = [10.0 ** (-k / 2) for k in range(2, 17)], 25
-    rho = topologies.spectral_gap("ring", nodes)
-    names = {"dat": "dat", "dsgd": "dsgd", "gt": "gt", "minibatch": "with a server"}
-    lines = [
-        (name, "-", colour, [theory.rounds_to_error(rule, error, nodes, rho, Constants(zeta=1.0)) for error in errors])
-        for colour, (rule, name) in zip(COLOURS, names.items(), strict=False)
-    ]
-    figure = _drawn(errors, lines, "error epsilon", f"rounds T, ring of {nodes}, all constants 1")
-    figure.axes[0].invert_xaxis()
-    return figure
 
 
 def _drawn(x: list[float], lines: Sequence[tuple[str, str, str, Sequence[float]]], across: str, up: str) -> Figure:

@@ -15,13 +15,12 @@ from torch import Tensor
 
 from klatsch import sealed
 from klatsch.arguments import number
-from klatsch.extras import need
+from klatsch.extras import VERSION, need
 from klatsch.rules import State
 from klatsch.sealed import REMEDY, CheckpointError
 from klatsch.simulation.record import NODES, Facts, Result, Snapshot, measured
 from klatsch.simulation.roster import Roster
 from klatsch.simulation.stack import Stack
-from klatsch.version import VERSION
 from klatsch.watch.events import Log
 from klatsch.watch.sinks import Given, sinks_of
 

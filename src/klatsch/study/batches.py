@@ -20,16 +20,15 @@ import torch
 from numpy.typing import NDArray
 
 from klatsch import own, problems, rules
+from klatsch.extras import VERSION
 from klatsch.problems import Problem
 from klatsch.sealed import CheckpointError
 from klatsch.simulation import simulate_together
 from klatsch.simulation.mixing import common_period
-from klatsch.study.cases import Case
-from klatsch.study.spec import Options, make_rule
-from klatsch.study.traffic import Exchange, dim_of, exchange_of
+from klatsch.study.cases import Case, Exchange, dim_of, exchange_of
+from klatsch.study.spec import Options, grouped, make_rule
 from klatsch.topology import Topology
 from klatsch.topology.channel import CHANNEL
-from klatsch.version import VERSION
 
 CHECKPOINT_EVERY = 1.0  # seconds that a kill may cost
 MOST_COLUMNS = 256  # per batch: a larger one only loses more when it is killed
@@ -91,9 +90,7 @@ class Outcome:
 
 def pack(cases: Iterable[Case], device: str) -> list[Batch]:
     """Runs as batches; on one machine the same runs always make the same batches."""
-    networks: dict[str, list[Case]] = {}
-    for case in cases:
-        networks.setdefault(_text(_shared(case), case.nodes, case.seed), []).append(case)
+    networks = grouped(cases, lambda case: _text(_shared(case), case.nodes, case.seed))
     blocks = [
         tuple(columns[k : k + most])
         for columns in networks.values()
@@ -102,10 +99,8 @@ def pack(cases: Iterable[Case], device: str) -> list[Batch]:
     ]
     if device == "cpu":
         return [Batch((block,), device) for block in blocks]
-    stacks: dict[str, list[Columns]] = {}
-    for block in blocks:
-        stacks.setdefault(_in_stack(block), []).append(block)
-    return [Batch(tuple(stack), device) for blocks in stacks.values() for stack in _cut(blocks, device)]
+    stacks = grouped(blocks, _in_stack).values()
+    return [Batch(tuple(stack), device) for blocks in stacks for stack in _cut(blocks, device)]
 
 
 def quick(batches: Sequence[Batch]) -> bool:
@@ -216,13 +211,8 @@ def _in_stack(block: Columns) -> str:
     """What all networks of a stack share."""
     case, shared, varying = block[0], _shared(block[0]), _per_column(block[0])
     per_network = problems.declared(case.problem).per_network
-
-    def columns() -> list[list[Options]]:
-        return [[{n: vars(each)[kind].get(n) for n in names} for kind, names in varying.items()] for each in block]
-
-    if case.meets:  # whose nodes do not run beside other networks
-        return _text(shared, columns(), case.nodes, case.seed)
-    if per_network is not None:
+    alone = (case.nodes, case.seed) if case.meets else ()  # nodes that meet in pairs do not run beside other networks
+    if per_network is not None and not alone:
         graph = {name: v for name, v in case.topology_options.items() if name in CHANNEL}  # which rules see
         problem = {name: v for name, v in shared["problem_options"].items() if name not in per_network}
         shared |= {"topology": "", "topology_options": graph, "lazy": False, "problem_options": problem}
@@ -231,7 +221,8 @@ def _in_stack(block: Columns) -> str:
         if not own.is_own(case.rule):  # each network may have its own numbers in the rule, and its own schedule
             shared["rule_options"].pop("schedule", None)
             del varying["rule_options"]
-    return _text(shared, columns())
+    columns = [[{n: vars(each)[kind].get(n) for n in names} for kind, names in varying.items()] for each in block]
+    return _text(shared, columns, *alone)
 
 
 def _most_columns(case: Case, device: str) -> int:

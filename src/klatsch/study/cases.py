@@ -1,32 +1,44 @@
-"""The runs of a study: each as plain data, with the key under which it is stored."""
+"""The runs of a study as plain data: the key under which each is stored, and what its nodes send to each other.
+
+What nodes send is kept with the results, so that bytes and seconds need none of a run's parts.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import inspect
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, lru_cache
 from itertools import groupby, product
 from typing import Annotated, Any, NamedTuple, Required
 
-from pydantic import AfterValidator, ConfigDict, Field, StrictBool, StrictFloat, StrictStr, TypeAdapter
+import numpy as np
+import torch
+from pydantic import AfterValidator, ConfigDict, Field, StrictBool, StrictFloat, StrictStr, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from klatsch import own, problems, rules
 from klatsch import topology as topologies
 from klatsch.arguments import named, number
-from klatsch.clock.rounds import check_meets, scheduled
-from klatsch.columns import described
+from klatsch.clock import Clock
+from klatsch.clock.network import Nodes
+from klatsch.clock.rounds import Sending, Talk, check_meets, scheduled, talk_of
+from klatsch.columns import WeightMatrix, described
+from klatsch.files import json_of
 from klatsch.problems import Headline
-from klatsch.rules import averaging
-from klatsch.study.spec import Count, Options, Seed, Study, combinations, make_rule
+from klatsch.rules import Flow, Rule, averaging
+from klatsch.simulation.record import record_points
+from klatsch.study.spec import Count, Options, Seed, Study, combinations, make_rule, parse
 from klatsch.topology import Topology
-from klatsch.topology.channel import CHANNEL, check_channel
+from klatsch.topology.channel import CHANNEL, check_channel, encoded_bytes
 from klatsch.units import compact, counted, in_words
 
+PARTS = ("problem", "rule", "topology")  # of a run, each with options
 REVISION = 1  # raised when the same settings lead to other results than before
+MOST_LINKS = 1 << 20  # of all rounds of a graph's period: those of a larger one are not kept
+MOST_NODES, MOST_ROUNDS = 10**6, 10**8  # that a clock goes through
 
 
 class Channel(NamedTuple):
@@ -77,7 +89,7 @@ class Case:
 
     @classmethod
     def read(cls, content: Any) -> Case:
-        """A run from what a store holds of it, which may be forged: data to be checked, of which nothing is called."""
+        """A run from a store, which may be forged: its content is checked, and nothing in it is called."""
         case = CASE.validate_python(content)
         number("lr", case.rule_options["lr"], lambda lr: lr > 0, "a number above 0")
         check_channel(*case.channel)
@@ -90,7 +102,7 @@ class Case:
         """SHA-256 of all settings, including defaults, so that writing one out does not matter."""
         facts = {
             "revision": REVISION,
-            **{kind: self._facts(kind, *part) for kind, part in self._parts.items()},
+            **{kind: self._facts(kind) for kind in PARTS},
             "numbers": [self.lazy, self.nodes, self.seed, self.steps, self.record, self.dtype],
             "spacing": "even" if self.epochs is not None else "log",
             "data": self.data,
@@ -102,32 +114,27 @@ class Case:
         return hash(self.key)
 
     @property
-    def _parts(self) -> dict[str, tuple[str, Options]]:
-        """Problem, rule and topology, each with its options."""
-        return {
-            "problem": (self.problem, self.problem_options),
-            "rule": (self.rule, self.rule_options),
-            "topology": (self.topology, self.topology_options),
-        }
-
-    @property
     def _names(self) -> dict[str, str]:
         """What may be custom, by kind."""
-        return {kind: name for kind, (name, _) in self._parts.items()} | {"wire": self.channel.wire}
+        return {kind: vars(self)[kind] for kind in PARTS} | {"wire": self.channel.wire}
 
-    def _facts(self, kind: str, name: str, options: Options) -> tuple[object, Options]:
+    def _facts(self, kind: str) -> tuple[object, Options]:
         """A part in the key: a built-in one with its defaults, a custom one by its file's content, not its path."""
+        name, options = vars(self)[kind], vars(self)[f"{kind}_options"]
         if kind == "topology" and own.is_own(wire := self.channel.wire):
             options = options | {"wire": [own.part_of(wire), self.source("wire")]}
         if own.is_own(name):
             return [own.part_of(name), self.source(kind)], options
-        settings = _defaults(kind, name) | options
-        return name, {option: _form(option, value) for option, value in settings.items()}
+        settings = defaults(kind, name) | options
+        for option in {"average", "averaging"} & settings.keys():  # in their canonical form
+            if settings[option] is not None:
+                settings[option] = described(averaging.parse(settings[option]))
+        return name, settings
 
     @property
     def problem_settings(self) -> Options:
         """All options of the problem except the seed, including defaults; of a custom one, those given."""
-        return self._facts("problem", self.problem, self.problem_options)[1]
+        return self._facts("problem")[1]
 
     @property
     def lr(self) -> float:
@@ -163,8 +170,7 @@ class Case:
 
     @property
     def channel(self) -> Channel:
-        given: Options = CHANNEL | {name: v for name, v in self.topology_options.items() if name in CHANNEL}
-        return Channel(**given)
+        return Channel(**{name: self.topology_options.get(name, usual) for name, usual in CHANNEL.items()})
 
     @property
     def meets(self) -> str:
@@ -249,7 +255,7 @@ def with_seeds(firsts: Iterable[Case], study: Study) -> list[Case]:
 
 
 def grid(study: Study, known: Sources) -> Iterator[Case]:
-    """The whole grid of a study with its first seed: plain data, of which nothing is made.
+    """The whole grid of a study with its first seed, as plain data: no rule, graph or problem is made.
 
     `known` is what `sources_of` says of custom parts, or what a store keeps of that.
     """
@@ -277,7 +283,7 @@ def grid(study: Study, known: Sources) -> Iterator[Case]:
             )
 
 
-def names_of(study: Study) -> set[str]:
+def parts_of(study: Study) -> set[str]:
     """The names of all parts of a study that may be custom."""
     wires = {options["wire"] for _, graph in study.pairs for options in graph.combinations() if "wire" in options}
     return {entry.name for pair in study.pairs for entry in pair} | {study.problem.name} | wires
@@ -288,7 +294,7 @@ def sources_of(study: Study) -> Sources:
 
     Under "data" it keeps the hashes of data by the problem's options, where these do not determine them.
     """
-    names = sorted(name for name in names_of(study) if own.is_own(name))
+    names = sorted(name for name in parts_of(study) if own.is_own(name))
     sources: Sources = {name: {"source": own.digest(name)} for name in names}
     if (name := study.problem.name) in sources:
         problem = problems.declared(name)
@@ -298,8 +304,52 @@ def sources_of(study: Study) -> Sources:
     return sources
 
 
+@dataclass(frozen=True)
+class Remembered:
+    """A study as a store remembers it: to be shown, never to be run."""
+
+    study: Study
+    command: str  # that ran it
+    sources: Sources  # of its custom parts
+    left_out: tuple[LeftOut, ...] = ()
+    refused: frozenset[str] = frozenset()  # the keys of what is left out, with the first seed
+
+    @classmethod
+    def of(cls, study: Study, command: str, expanded: tuple[list[Case], list[LeftOut]] | None) -> Remembered:
+        """A study that is run now; `expanded` is the result of `expand`, if there is one."""
+        cases, left_out = expanded or expand(study)
+        sources, keys = sources_of(study), {case.key for case in cases}
+        refused = (case.key for case in grid(study, sources) if case.key not in keys) if left_out else ()
+        return cls(study, command, sources, tuple(left_out), frozenset(refused))
+
+    @classmethod
+    def read(cls, content: Any, command: str) -> Remembered:
+        """A study from a store, which may be forged."""
+        sources, left_out, refused = (content.pop(name) for name in ("sources", "left_out", "refused"))
+        study = parse(content, stored=True)
+        check_sources(study.problem.name, {name: name for name in parts_of(study)}, sources)
+        if not all(isinstance(text, str) for text in sources.get("data", {}).values()):
+            raise ValueError("data are no texts")
+        reasons = tuple(LeftOut(nodes, str(reason)) for nodes, reason in left_out)
+        remembered = cls(study, command, sources, reasons, frozenset(refused))
+        _ = remembered.cases
+        return remembered
+
+    @property
+    def text(self) -> str:
+        """What a store keeps of it, as JSON."""
+        beside = {"sources": self.sources, "left_out": self.left_out, "refused": sorted(self.refused)}
+        return json.dumps({**self.study.model_dump(mode="json"), **beside})
+
+    @cached_property
+    def cases(self) -> list[Case]:
+        """Its runs, whether or not the store has them."""
+        firsts = (case for case in grid(self.study, self.sources) if case.key not in self.refused)
+        return with_seeds(firsts, self.study)
+
+
 def check_sources(problem: str, parts: Mapping[str, str], sources: Mapping[str, Any]) -> None:
-    """Refuse parts of which a store does not keep what it should: under `problem` and these keys of `sources`."""
+    """Refuse custom parts that `sources`, by these keys, says too little of; `problem` is the problem's key."""
     SOURCES.validate_python(sources)
     for key, name in parts.items():
         if own.is_own(name):
@@ -352,7 +402,7 @@ def _word(option: str, value: object) -> str:
 
 
 @cache
-def _defaults(kind: str, name: str) -> Options:
+def defaults(kind: str, name: str) -> Options:
     """The options of a built-in part that have a default; seeds come from the study."""
     makers = {"problem": problems.kind, "rule": rules.kind, "topology": topologies.TOPOLOGIES.__getitem__}
     options = inspect.signature(makers[kind](name)).parameters.values()
@@ -360,11 +410,183 @@ def _defaults(kind: str, name: str) -> Options:
     return {name: value for name, value in known.items() if (kind, name) != ("problem", "seed")}
 
 
-def _form(option: str, value: Any) -> Any:
-    """An option in its canonical form."""
-    return described(averaging.parse(value)) if option in ("average", "averaging") and value is not None else value
-
-
 def _number(text: str) -> float:
-    """A number in which 1.0 equals 1."""
+    """A number; 1.0 is read as 1."""
     return int(value) if (value := float(text)).is_integer() else value
+
+
+# --- what nodes say to each other -----------------------------------------------------------------------------------
+
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]  # or bytes
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """What nodes send in a run, as plain data."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    numbers: Count  # of a vector
+    sent: Seconds | None = None  # bytes of a node over the run, mean over the nodes, if known
+    messages: tuple[Sending, ...] = ()  # of a round with gossip
+    all_reduce: bool = False
+    links: str = ""  # senders and receivers in each round with gossip of the graph's period, as JSON
+    shuffle: Annotated[int, Field(ge=0)] | None = None  # the seed by which nodes change places before every round
+    # Round and seconds of each recorded point, where nodes do not meet in rounds: the run's own clock.
+    when: tuple[tuple[Count, Seconds], ...] = ()
+    unknown: str = ""  # why something is not known
+    # Bytes of a vector in a custom encoding, whose file is not executed to find them, or of a gradient in a hook.
+    encoded: Seconds | None = None
+    grows: Seconds = 1.0  # the power of the number of parameters with which the bytes of a hook grow
+
+    @property
+    def text(self) -> str:
+        """All but the links, which many runs share, as JSON."""
+        facts = {name: value for name, value in vars(self).items() if name != "links"}
+        return json.dumps({name: value for name, value in facts.items() if (name, value) != ("grows", 1.0)})
+
+    @classmethod
+    def read(cls, text: str, links: str) -> Exchange:
+        """From the texts of a store, which may be forged: they are checked, and nothing in them is called."""
+        exchange = EXCHANGE.validate_python({**json_of(text), "links": links})
+        for k, message in enumerate(exchange.messages):
+            if message.vectors < 0 or not all(0 <= needed < k for needed in message.needs):
+                raise ValueError(f"message {k} of {message.vectors} vectors needs {message.needs}")
+        return exchange
+
+
+EXCHANGE = TypeAdapter(Exchange)
+Ends = list[Annotated[int, Field(ge=0)]]
+LINKS = TypeAdapter(Annotated[list[tuple[Ends, Ends]], Field(min_length=1)])  # senders and receivers of each round
+
+
+def exchange_of(case: Case, numbers: int | None = None) -> Exchange:
+    """What nodes send in a run with vectors of so many numbers; makes its rule and graph.
+
+    Messages count as they travel: float32, whatever the simulation computes in, unless the graph has another `wire`.
+    A graph that is an all-reduce counts as one along a ring: 2 (M - 1) / M vectors per node. Where that makes all
+    nodes equal in every round, one vector is enough, the gradient, whatever else the rule keeps.
+    """
+    options = {name: value for name, value in case.rule_options.items() if name not in ("lr", "schedule")}
+    problem: Options = {"problem": "least-squares", "problem_options": {}, "data": ""}
+    alike = replace(case, rule_options={**options, "lr": 1.0}, seed=0, **problem)
+    matrices = _matrices(case.rule, case.problem, tuple(case.problem_options.items()), case.nodes)
+    return _exchange(alike, dim_of(case) if numbers is None else numbers, matrices)
+
+
+@lru_cache(maxsize=4096)
+def _exchange(case: Case, numbers: int, matrices: tuple[WeightMatrix, ...]) -> Exchange:
+    """Found once for all learning rates, seeds and settings of the problem."""
+    every, links, unknown = case.channel.every, "", ""
+    when: tuple[tuple[int, float], ...] = ()
+    try:
+        rule, graph = case.make_rule().shaped(matrices), case.make_graph()
+        talk = talk_of(rule, graph)
+        if case.meets:
+            meetings = scheduled(rule, graph, numbers, case.meets)
+            when = tuple((step, meetings.seconds(step)) for step in record_points(case.points, case.steps))
+    except ValueError as reason:
+        return Exchange(numbers, unknown=str(reason))
+    if graph.all_reduce:
+        links = json.dumps([])
+    elif (count := sum(len(sender) for sender, _ in talk.links)) <= MOST_LINKS:
+        links = json.dumps([(sender.tolist(), receiver.tolist()) for sender, receiver in talk.links])
+    else:
+        unknown = f"{graph.name} has {count:,} links in a period; seconds are known up to {MOST_LINKS:,}"
+    all_reduce = graph.all_reduce and not case.meets
+    copies = 2 * (case.nodes - 1) / case.nodes if all_reduce else graph.messages * every
+    if case.meets.startswith("pairwise"):
+        copies = 2.0 * (case.nodes > 1)  # to the neighbour that it asks, and to the one that asks it, on average
+    equal = all_reduce and every == 1 and stay_equal(rule)
+    vectors = 1 if equal else sum(message.vectors for message in talk.messages)
+    hook = rule.hook if equal else None
+    encoded = float(hook.bytes(numbers) if hook else encoded_bytes(case.channel.wire, numbers))
+    sent, custom = encoded * vectors * copies * (case.steps // every), own.is_own(case.channel.wire)
+    facts = numbers, sent, tuple(talk.messages), all_reduce, links, graph.shuffle, when, unknown
+    return Exchange(*facts, encoded if custom or hook else None, hook.grows if hook else 1.0)
+
+
+def sent_by(case: Case, step: int, total: float) -> float:
+    """What a node has sent after some rounds, of a total over the run: silent rounds send nothing."""
+    every = case.channel.every
+    return total * (step // every) / max(1, case.steps // every)
+
+
+def elapsed(case: Case, exchange: Exchange | None, clock: Clock, steps: Sequence[int]) -> tuple[float, ...] | None:
+    """Seconds by a clock until all nodes have done so many rounds; None if that is not known."""
+    if exchange is None:
+        return None
+    if case.meets:
+        own_clock = dict(exchange.when)
+        return tuple(own_clock[step] for step in steps) if own_clock.keys() >= set(steps) else None
+    if not exchange.messages or not exchange.links or case.nodes > MOST_NODES or max(steps) > MOST_ROUNDS:
+        return None
+    if own.is_own(case.channel.wire) and (exchange.encoded is None or clock.params is not None):
+        return None
+    return _elapsed(exchange, case.graph_label, case.nodes, case.channel, clock, tuple(steps))
+
+
+def why_unknown(case: Case, exchange: Exchange | None) -> str:
+    """Why bytes or seconds of a run are not known, for a note; empty if they are."""
+    if exchange is None:
+        return "nothing is stored of its messages"
+    large = case.nodes > MOST_NODES or case.steps > MOST_ROUNDS
+    return exchange.unknown or (f"more than {MOST_NODES:,} nodes or {MOST_ROUNDS:,} rounds" if large else "")
+
+
+@lru_cache(maxsize=4096)
+def _elapsed(
+    exchange: Exchange, name: str, nodes: int, channel: Channel, clock: Clock, steps: tuple[int, ...]
+) -> tuple[float, ...]:
+    """Computed once for all learning rates and seeds."""
+    links = () if exchange.all_reduce else _pairs(exchange.links, nodes)
+    talk = Talk(name, nodes, *channel[:3], exchange.all_reduce, exchange.messages, links, exchange.shuffle)
+    params = clock.params or exchange.numbers
+    if exchange.encoded is not None:  # a hook's bytes grow with the model; a custom encoding is timed at its own size
+        talk = talk._replace(encoded=exchange.encoded * (params / exchange.numbers) ** exchange.grows)
+    return tuple(clock.seconds_of(talk, params, steps))
+
+
+def _pairs(text: str, nodes: int) -> list[tuple[Nodes, Nodes]]:
+    """The links of a graph from JSON."""
+    try:
+        rounds = [
+            (np.array(sender, np.int64), np.array(receiver, np.int64)) for sender, receiver in LINKS.validate_json(text)
+        ]
+        are_pairs = all(len(sender) == len(receiver) for sender, receiver in rounds)
+    except (OverflowError, ValidationError):
+        are_pairs = False
+    if not are_pairs or max(ends.max(initial=0) for pair in rounds for ends in pair) >= nodes:
+        raise ValueError(f"a graph has links that are not pairs of its {nodes} nodes; restore a copy of the store")
+    return rounds
+
+
+@cache
+def _matrices(rule: str, problem: str, options: tuple[tuple[str, object], ...], nodes: int) -> tuple[WeightMatrix, ...]:
+    """The weight matrices of a run, if what its rule sends depends on them."""
+    direction = None if own.is_own(rule) else getattr(rules.kind(rule), "direction", None)
+    return tuple(problems.make(problem, nodes, **dict(options)).matrices or ()) if direction is rules.Hooked else ()
+
+
+def dim_of(case: Case) -> int:
+    """How many numbers a vector of a run has."""
+    return _dim(case.problem, tuple(case.problem_options.items()), case.nodes, case.source("problem"))
+
+
+@cache
+def _dim(problem: str, options: tuple[tuple[str, Any], ...], nodes: int, source: str) -> int:
+    """Counted once: a model is built for it."""
+    known = problems.declared(problem).dim_of
+    return int(known(nodes, **dict(options)) if known else problems.make(problem, nodes, **dict(options)).dim)
+
+
+def stay_equal(rule: Rule) -> bool:
+    """Whether an average over all nodes in every round leaves them with one model, where they take their gradients."""
+    nodes, rounds = 2, 3
+    rule = rule.shaped(())  # matrices do not fit one number
+    state = rule.init(torch.zeros(nodes, 1, dtype=torch.float64))
+    flow = Flow(lambda *tensors: tuple(v.mean(0) - v for v in tensors))
+    for t in range(1, rounds + 1):
+        gradients = torch.tensor([[1.0], [t]], dtype=torch.float64) - 5.0  # of nodes whose data differ
+        state = rule.update(state, gradients, flow, t, 1.0)
+    return all(torch.allclose(point[0], point[1]) for point in (rule.query(state), rule.output(state)))

@@ -1,24 +1,29 @@
-"""What a study found: the best learning rate over the seeds for every rule, graph, size and setting."""
+"""What a study found: the best learning rate for every rule, graph, size and setting; and all runs as a flat table."""
 
 from __future__ import annotations
 
+import csv
+import io
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from klatsch import files
 from klatsch.clock import Clock
+from klatsch.extras import need
 from klatsch.problems.base import DISTANCE, Headline
 from klatsch.study.batches import Outcome
-from klatsch.study.cases import Case
-from klatsch.study.spec import Options, Study
+from klatsch.study.cases import Case, Exchange, elapsed, sent_by
+from klatsch.study.spec import Options, Study, grouped
 from klatsch.study.store import Store
-from klatsch.study.traffic import Exchange, elapsed
 from klatsch.units import in_words
 
+Runs = Sequence[tuple[str, Case]]  # with their keys
 BESIDE = {"merged": "merged model", "worst": "worst node"}  # what rows know beside the mean of nodes
 LOSS = "train_loss"  # what they know beside an accuracy
 
@@ -39,9 +44,7 @@ class Row:
     metric: str = "distance"  # what the curves show
     largest: bool = False  # whether large is good
     epochs: int | None = None  # how many the steps amount to, if the problem has a data set
-    merged: NDArray[np.float64] | None = None  # as the curves, of the mean of all nodes' models, if it was measured
-    worst: NDArray[np.float64] | None = None  # as the curves, of the worst node
-    loss: NDArray[np.float64] | None = None  # as the curves, of LOSS
+    others: dict[str, NDArray[np.float64]] = field(default_factory=dict)  # curves, where measured: BESIDE, "loss"
     tried: tuple[float, ...] = ()  # the learning rates that short runs chose from, if they did
     sent: float | None = None  # bytes per node over the run, if known
     case: Case | None = None  # one of its runs
@@ -89,8 +92,7 @@ class Row:
 
     def beside(self, which: str) -> float:
         """The final value of a name in BESIDE, mean over the seeds at the chosen learning rate; nan if unknown."""
-        curves = vars(self)[which]
-        return np.nan if curves is None else float(curves[:, -1, self.best].mean())
+        return float(self.others[which][:, -1, self.best].mean()) if which in self.others else np.nan
 
     @property
     def megabytes(self) -> float:
@@ -113,30 +115,29 @@ class Row:
         return self.value == 0.0 if self.largest else not np.isfinite(self.value)
 
     def stopped(self, share: float) -> Row:
-        """As if its runs had been stopped at the recorded round nearest to a share of them; not chosen anew."""
+        """The row as if its runs had stopped after a share of the rounds, with the same learning rate."""
         if not 0 < share <= 1:
             raise ValueError(f"share = {share}; give a number above 0 and up to 1, such as 0.5")
         points = int(np.abs(np.array(self.steps) - share * self.steps[-1]).argmin()) + 1
-        measured: Options = {name: vars(self)[name] for name in ("curves", "consensus", *BESIDE, "loss")}
-        for name, curves in measured.items():
-            measured[name] = None if curves is None else curves[:, :points, [self.best]]
+        kept = slice(None), slice(points), [self.best]
         return replace(
             self,
             lrs=(self.lr,),
             tried=self.tried or self.lrs,
             steps=self.steps[:points],
             elapsed=None if self.elapsed is None else self.elapsed[:points],
-            **measured,
+            curves=self.curves[kept],
+            consensus=self.consensus[kept],
+            others={name: curves[kept] for name, curves in self.others.items()},
         )
 
     def showing(self, which: str) -> Row:
-        """The same row with its `merged` model, its `worst` node or its training `loss` instead; not chosen anew."""
+        """The row with its `merged` model, `worst` node or training `loss` instead, with the same learning rate."""
         metrics = {name: f"{self.metric}, {text}" for name, text in BESIDE.items()} | {"loss": LOSS}
-        chosen = self.stopped(1)
-        if which not in metrics or (curves := vars(chosen)[which]) is None:
+        if which not in self.others:
             raise ValueError(f"{which!r} was not measured; choose from {', '.join(metrics)}")
-        shown: Options = {"metric": metrics[which], "largest": self.largest and which != "loss"}
-        return replace(chosen, curves=curves, **shown | dict.fromkeys((*BESIDE, "loss")))
+        chosen, largest = self.stopped(1), self.largest and which != "loss"
+        return replace(chosen, curves=chosen.others[which], metric=metrics[which], largest=largest, others={})
 
 
 RowKey = tuple[str, str, str, int, str, str]
@@ -157,23 +158,20 @@ class Names(NamedTuple):
 
 
 def names_of(cases: Iterable[Case]) -> Callable[[Case], Names]:
-    """The names of runs beside each other: versions of a file or of data are told apart, "mine.py:Extra [3fa2b1]"."""
+    """What to call runs in one table: versions of a file or of data are told apart, "mine.py:Extra [3fa2b1]"."""
 
     def parts(case: Case) -> list[tuple[str, str]]:
         sources = case.source("problem") or case.data, case.source("rule"), case.source("topology")
         return list(zip((case.problem_label, case.label, case.graph_label), sources, strict=True))
 
-    versions: dict[str, set[str]] = {}
-    for case in cases:
-        for label, version in parts(case):
-            versions.setdefault(label, set()).add(version)
+    versions = grouped({part for case in cases for part in parts(case)}, lambda part: part[0])
     return lambda case: Names(
         *(f"{label} [{version[:6]}]" if len(versions[label]) > 1 else label for label, version in parts(case))
     )
 
 
-def summarize(runs: Iterable[tuple[str, Case]], store: Store, metric: str | None = None) -> list[Row]:
-    """The rows of those runs, given with their keys, that the store holds, in order.
+def summarize(runs: Runs, store: Store, metric: str | None = None) -> list[Row]:
+    """The rows of those runs that the store holds, in order.
 
     Learning rates are chosen by this metric, or the problem's own, among those with as many seeds as the most complete.
     """
@@ -181,12 +179,9 @@ def summarize(runs: Iterable[tuple[str, Case]], store: Store, metric: str | None
 
 
 def rows_by_place(
-    runs: Iterable[tuple[str, Case]],
-    store: Store,
-    metric: str | None = None,
-    names: Callable[[Case], Names] | None = None,
+    runs: Runs, store: Store, metric: str | None = None, names: Callable[[Case], Names] | None = None
 ) -> dict[RowKey, Row]:
-    """The same, with the place of each row; `names` of these runs beside others, if there are any."""
+    """The same by place; `names` tells these runs from others in the table."""
     cases = dict(runs)
     headline = next(iter(cases.values())).headline if cases else DISTANCE
     if metric is not None and metric != headline.metric:
@@ -196,29 +191,22 @@ def rows_by_place(
         some = next(iter(store.outcomes([next(iter(outcomes))]).values()))
         raise ValueError(f"no metric {headline.metric!r}; there are {', '.join(some.metrics)}")
     names = names or names_of(cases.values())
-    groups: dict[RowKey, list[tuple[Case, Outcome]]] = {}
-    for key, case in cases.items():
-        if key in outcomes:
-            groups.setdefault(place(case), []).append((case, outcomes[key]))
+    done = [(case, outcomes[key]) for key, case in cases.items() if key in outcomes]
+    groups = grouped(done, lambda run: place(run[0]))
     return {place: _row(group, headline, names(group[0][0])) for place, group in groups.items()}
 
 
 def _row(group: list[tuple[Case, Outcome]], headline: Headline, names: Names) -> Row:
     outcomes = {(case.lr, case.seed): outcome for case, outcome in group}
-    seeds_of: dict[float, list[int]] = {}
-    for lr, seed in outcomes:
-        seeds_of.setdefault(lr, []).append(seed)
-    seeds = max(seeds_of.values(), key=len)
-    lrs = [lr for lr, own in seeds_of.items() if set(seeds) <= set(own)]
+    by_rate = grouped(outcomes, lambda run: run[0])
+    seeds = [seed for _, seed in max(by_rate.values(), key=len)]
+    lrs = [lr for lr in by_rate if all((lr, seed) in outcomes for seed in seeds)]
 
     def stacked(name: str) -> NDArray[np.float64]:
         return np.array([[outcomes[lr, seed].metrics[name] for lr in lrs] for seed in seeds]).swapaxes(1, 2)
 
-    def known(name: str) -> NDArray[np.float64] | None:
-        """None where a run was done before this was measured."""
-        return stacked(name) if all(name in outcome.metrics for outcome in outcomes.values()) else None
-
-    first = group[0][0]
+    first, others = group[0][0], {"merged": headline.of_mean, "worst": headline.of_worst, "loss": LOSS}
+    measured = set.intersection(*(set(outcome.metrics) for outcome in outcomes.values()))
     return Row(
         rule=names.rule,
         topology=names.topology,
@@ -232,9 +220,7 @@ def _row(group: list[tuple[Case, Outcome]], headline: Headline, names: Names) ->
         metric=headline.metric,
         largest=headline.metric in first.large_is_good,
         epochs=first.epochs,
-        merged=known(headline.of_mean),
-        worst=known(headline.of_worst),
-        loss=known(LOSS),
+        others={name: stacked(metric) for name, metric in others.items() if metric in measured},
         sent=group[0][1].exchange.sent,
         case=first,
         exchange=group[0][1].exchange,
@@ -256,7 +242,7 @@ def timed(rows: Sequence[Row], clock: Clock | None) -> list[Row]:
 
 @dataclass(frozen=True)
 class Screened:
-    """The runs of a study, as far as they are known."""
+    """The runs of a study that are known so far."""
 
     short: list[Case]  # whose results choose; none in a study without screening
     full: list[Case]  # none until all the short ones are done
@@ -301,7 +287,7 @@ def screened(study: Study, cases: Sequence[Case], store: Store) -> Screened:
 
 
 def screened_in(store: Store) -> tuple[set[str], dict[RowKey, tuple[float, ...]]]:
-    """Of all studies in a store: the keys of runs that only chose learning rates, and what was tried for each place."""
+    """The keys of all runs in a store that only chose learning rates, and what was tried for each place."""
     short, full, tried = set[str](), set[str](), dict[RowKey, tuple[float, ...]]()
     for remembered in store.studies():
         with suppress(ValueError):  # a study of another version
@@ -310,3 +296,104 @@ def screened_in(store: Store) -> tuple[set[str], dict[RowKey, tuple[float, ...]]
             full |= {case.key for case in runs.full}
             tried |= runs.tried
     return short - full, tried
+
+
+# --- runs as a flat table -------------------------------------------------------------------------------------------
+
+
+def differences(one: Store, other: Store, runs: Runs) -> tuple[list[Options], int, int]:
+    """How far runs of one store are from those of another with equal settings, and how many only one of them has.
+
+    `largest` is that of |a - b| / max(|a|, |b|) of the final values of a rule on a graph of a size; nan where one
+    diverged alone.
+    """
+    keys_there = {key for key, _ in other.runs()}
+    both = [run for run in runs if run[0] in keys_there]
+    names = names_of(case for _, case in both)
+    finals = [store.outcomes([key for key, _ in both], last=True) for store in (one, other)]
+
+    def apart(key: str, case: Case) -> float:
+        a, b = (float(outcomes[key].metrics[case.headline.metric][-1]) for outcomes in finals)
+        return 0.0 if a == b else abs(a - b) / max(abs(a), abs(b))  # inf / inf is nan
+
+    groups = grouped(both, lambda run: (names(run[1]).rule, names(run[1]).topology, run[1].nodes))
+    rows: list[Options] = [
+        {"rule": rule, "topology": topology, "nodes": nodes, "runs": len(group)}
+        | {"largest": float(np.max([apart(*run) for run in group]))}
+        for (rule, topology, nodes), group in groups.items()
+    ]
+    return rows, len(runs) - len(both), len(keys_there) - len(both)
+
+
+def records(
+    store: Store, runs: Runs, curves: bool = False, clock: Clock | None = None, options: bool = False
+) -> list[Options]:
+    """One record per run with its final metrics, or with `curves` one per recorded round.
+
+    `bytes_sent` is what a node has sent up to that round, and with a clock `elapsed` the seconds until it is done. With
+    `options`, those of rules and graphs are columns, too; "rule." or "topology." is before a name that is taken.
+    """
+    outcomes = store.outcomes([key for key, _ in runs], last=not curves)
+    records: list[Options] = []
+    names_by_run = names_of(case for _, case in runs)
+    for key, case in runs:
+        outcome, names = outcomes[key], names_by_run(case)
+        head: Options = {
+            "problem": names.problem,
+            **case.problem_options,
+            "topology": names.topology,
+            "nodes": case.nodes,
+            "rule": names.rule,
+            "lr": case.lr,
+            "seed": case.seed,
+            "steps": case.steps,
+            "dtype": case.dtype,
+            **{name: vars(outcome)[name] for name in ("device", "engine", "seconds", "finished")},
+            "key": key,
+        }
+        if options:
+            for kind, given in (("rule", case.rule_options), ("topology", case.topology_options)):
+                head |= {f"{kind}.{name}" if name in head else name: v for name, v in given.items() if name != "lr"}
+        steps, bytes_ = outcome.steps.tolist(), outcome.exchange.sent
+        when = None if clock is None else elapsed(case, outcome.exchange, clock, steps)
+        for k, step in enumerate(steps):
+            cost: Options = {"bytes_sent": None if bytes_ is None else sent_by(case, step, bytes_)}
+            cost |= {} if clock is None else {"elapsed": None if when is None else when[k]}
+            metrics = {name: float(series[k]) for name, series in outcome.metrics.items()}
+            records.append({**head, "step": step, **cost, **metrics})
+    columns = list(dict.fromkeys(name for record in records for name in record))
+    return [{name: record.get(name) for name in columns} for record in records]
+
+
+def to_csv(records: Sequence[Options], path: Path) -> None:
+    """Write records as CSV; diverged values are inf."""
+    save_csv([records[0].keys(), *(record.values() for record in records)], path)
+
+
+def save_csv(lines: Iterable[Iterable[object]], path: Path) -> None:
+    """Write lines of cells as CSV."""
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(map(_quoted, line) for line in lines)
+    files.save(path, text.getvalue().encode(), "CSV")
+
+
+def _quoted(cell: object) -> object:
+    """A cell; one that a spreadsheet would take for a formula begins with its mark of a text."""
+    if not isinstance(cell, str) or cell[:1] not in ("=", "+", "-", "@") or cell == "-":
+        return cell
+    try:
+        float(cell)
+    except ValueError:
+        return f"'{cell}"
+    return cell
+
+
+def to_parquet(records: Sequence[Options], path: Path) -> None:
+    """Write records as Parquet, with types."""
+    need("--parquet", "pyarrow")
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    data = pa.BufferOutputStream()
+    pq.write_table(pa.Table.from_pylist(list(records)), data)
+    files.save(path, data.getvalue().to_pybytes(), "Parquet")

@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
 from operator import itemgetter
@@ -20,10 +20,10 @@ from klatsch import problems
 from klatsch.simulation.simulator import check_place
 from klatsch.study import workers
 from klatsch.study.batches import DTYPES, Batch, Outcome, pack, quick
-from klatsch.study.cases import Case, LeftOut, expand
+from klatsch.study.cases import Case, LeftOut, Remembered, expand
 from klatsch.study.choices import Row, screened
 from klatsch.study.spec import Study
-from klatsch.study.store import Remembered, Store
+from klatsch.study.store import Store
 from klatsch.study.workers import MOST_LOSSES, Open, Workers, keep_dying
 from klatsch.watch.events import Log
 from klatsch.watch.sinks import Given, sinks_of
@@ -66,9 +66,9 @@ class Progress:
         self.first = self.first or (time.monotonic(), batch.work)
         headline = batch.cases[0].headline
         if headline.metric in outcomes[0].metrics:
-            finals = [float(outcome.metrics[headline.metric][-1]) for outcome in outcomes]
-            candidates = [*([self.best] if self.best else []), *zip(finals, batch.cases, strict=True)]
-            self.best = (max if headline.largest else min)(candidates, key=itemgetter(0))
+            finals = [(float(outcome.metrics[headline.metric][-1]), case) for case, outcome in self.newest]
+            best = max if headline.largest else min
+            self.best = best([self.best, *finals] if self.best else finals, key=itemgetter(0))
 
     @property
     def seconds(self) -> float:
@@ -99,7 +99,7 @@ def execute(
     told: Told | None = None,
     earlier: Progress | None = None,
 ) -> Progress:
-    """Do every run that the store does not hold yet; returns what this process did.
+    """Do every run that the store lacks; returns what this process did.
 
     Results stay when a batch fails or workers keep dying. On Ctrl-C, running batches save themselves and resume next
     time.
@@ -227,7 +227,7 @@ def run_study(
 
 @contextmanager
 def _logged(log: Given, study: Study, store: Store, told: Told | None) -> Iterator[Told | None]:
-    """A function to call with the progress, which also tells a log, if one is given."""
+    """A function to call with the progress; it also writes to the log, if one is given."""
     if log is None:
         yield told
         return
@@ -249,10 +249,8 @@ def _logged(log: Given, study: Study, store: Store, told: Told | None) -> Iterat
         if told is not None:
             told(progress)
 
-    try:
+    with closing(story):
         yield tell
-    finally:
-        story.close()
 
 
 def is_unfinished(study: Study, cases: Sequence[Case], store: Store) -> bool:
@@ -295,7 +293,7 @@ def _opened(executor: Executor | Open | None, device: str, todo: Sequence[Batch]
 
 
 class Claims(AbstractContextManager["Claims"]):
-    """What one process works on of a store's missing runs; leaving it releases what is not done.
+    """The missing runs that one process works on; those it has not done are released when it leaves.
 
     Clocks are never compared. A process counts its signs of life in the store, and the others watch that number by
     their own clocks. A dead process on the same machine is noticed at once.
@@ -339,7 +337,7 @@ class Claims(AbstractContextManager["Claims"]):
             self._beaten = time.monotonic()
 
     def sweep(self) -> None:
-        """Remove checkpoints that killed processes left beside the store and nobody can resume."""
+        """Remove checkpoints of killed processes that nobody can resume."""
         if self.store.path == ":memory:":
             return
         place = Path(self.store.path)

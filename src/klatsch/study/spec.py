@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
 from pydantic import (
@@ -23,9 +23,9 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails
 
-from klatsch import own, problems, rules
+from klatsch import catalogue, own, problems, rules
 from klatsch import topology as topologies
-from klatsch.arguments import check_options, printable, shown, there_are, whole
+from klatsch.arguments import check_options, named, printable, shown, there_are, whole
 from klatsch.clock.rounds import check_meets
 from klatsch.files import text_of
 from klatsch.topology.channel import CHANNEL, check_channel
@@ -54,6 +54,8 @@ WANTED = {  # what to give, for errors
 }
 
 Options = dict[str, Any]
+Thing = TypeVar("Thing")
+Group = TypeVar("Group")
 
 
 def several(value: object) -> list[Any]:
@@ -65,6 +67,14 @@ def several(value: object) -> list[Any]:
     for entry in entries:  # may be a table, or a mistake that is refused later
         distinct.setdefault(entry if isinstance(entry, str | int | float) else (repr(entry),), entry)
     return list(distinct.values())
+
+
+def grouped(things: Iterable[Thing], by: Callable[[Thing], Group]) -> dict[Group, list[Thing]]:
+    """Things by a value of each, in order."""
+    groups: dict[Group, list[Thing]] = {}
+    for thing in things:
+        groups.setdefault(by(thing), []).append(thing)
+    return groups
 
 
 def axes(options: Options) -> list[list[Any]]:
@@ -87,7 +97,7 @@ def combinations(options: Options, most: int = MOST_RUNS) -> list[Options]:
 
 
 def _is_stored(info: ValidationInfo) -> bool:
-    """Whether a store names it: then names are texts, of which nothing is looked up or called."""
+    """Whether it comes from a store: then no name in it is looked up or called."""
     return bool((info.context or {}).get("stored"))
 
 
@@ -97,10 +107,10 @@ def _named(value: object, info: ValidationInfo) -> object:
     if not isinstance(entry, Mapping) or _is_stored(info):
         return entry
 
+    folder = (info.context or {}).get("folder", "")
+
     def located(given: Any) -> Any:
-        if isinstance(given, list | tuple):
-            return [located(each) for each in given]
-        return own.located(given, (info.context or {}).get("folder", "")) if own.is_own(given) else given
+        return [located(each) for each in given] if isinstance(given, list | tuple) else own.located(given, folder)
 
     return {**entry, **{word: located(entry[word]) for word in ("name", "wire") if word in entry}}
 
@@ -224,7 +234,7 @@ class RuleEntry(TableEntry):
 
 
 def make_rule(name: str, options: Options, steps: int) -> rules.Rule:
-    """A rule from its options in a study, of which `schedule` says how the learning rate changes over the steps."""
+    """A rule from its options in a study; `schedule` says how the learning rate changes over the steps."""
     chosen = dict(options)
     if "schedule" in chosen:
         chosen["lr"] = rules.Decay(chosen["lr"], chosen.pop("schedule"), steps)
@@ -406,29 +416,66 @@ def parse(content: Mapping[str, Any], source: str = "", folder: str | Path = "",
         errors = refusal.errors(include_url=False)
         errors.sort(key=lambda error: error["type"] != "extra_forbidden")  # a misspelt key explains a missing one
         more = f"; that is the first of {len(errors)} mistakes" if len(errors) > 1 else ""
-        raise ValueError(f"{source}{_explained(errors[0])}{more}") from None
+        known = Screen if errors[0]["loc"][:1] == ("screen",) else Study
+        raise ValueError(f"{source}{explained(errors[0], known)}{more}") from None
 
 
-def _explained(error: ErrorDetails) -> str:
-    """The error as one line: a message of klatsch, or what is wanted in place of pydantic's."""
+def explained(error: ErrorDetails, known: type[BaseModel], place: str = "") -> str:
+    """An error in a table of this kind in one line: klatsch's own message, or what to give instead."""
     loc = error["loc"]
     field = next((str(part) for part in reversed(loc) if isinstance(part, str)), "")
     if field not in ("rules", "topologies"):  # others are lists of plain values, and the value says which
         loc = loc[: len(loc) - loc[::-1].index(field)] if field else loc
-    key = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc).lstrip(".")
+    parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc)
+    key = "".join([place, *parts]).lstrip(".")
     if error["type"] == "extra_forbidden":
-        known = Screen if key.startswith("screen.") else Study
         if key == "scales":
             return "scales are for studies that come with klatsch (klatsch reproduce NAME); give the keys of one scale"
-        return f"unknown key {key!r}; {there_are(key, known.model_fields)}"
+        names = [field.alias or name for name, field in known.model_fields.items()]
+        return f"unknown key {key!r}; {there_are(str(loc[-1]), names)}"
     if error["type"] == "missing":
         return f"{key} is missing; give it, as in the example of docs/studies.md"
     value, message = error["input"], error["msg"].removeprefix("Value error, ")
+    if message[1:2].islower():  # not that of an option, such as M
+        message = f"{message[:1].lower()}{message[1:]}"
     if error["type"] != "value_error":
         asked = "clocks" if loc[:1] == ("clocks",) else field  # clocks have names of the user's, such as lr
-        message = f"give {WANTED.get(asked, message)}"
+        message = f"give {WANTED[asked]}" if asked in WANTED else message
     elif isinstance(value, dict | BaseModel):  # the message shows the option and its value
         return f"{key}: {message}" if key else message
     elif message.startswith(f"{field} = "):
         return key.removesuffix(field) + message
     return f"{key} = {shown(value)}; {message}"
+
+
+# --- studies that come with klatsch, at several scales ---------------------------------------------------------------
+
+
+def content_of(name: str, scale: str) -> Options:
+    """What an installed study says at one of its scales, as `study.parse` takes it."""
+    content = tomllib.loads((catalogue.STUDY_FILES / f"{name}.toml").read_text(encoding="utf-8"))
+    chosen = named("scale", scale, content.pop("scales"))
+    title = f"{content.pop('title')} ({scale} scale)"
+    return {"name": f"{name}-{scale}", "title": title, **content, **chosen}
+
+
+def study_of(name: str, scale: str, device: str = "cpu", dtype: str | None = None, epochs: int | None = None) -> Study:
+    """An installed study; in float32 on a CPU, where that is twice as fast, and in float64 on a GPU, unless it says so.
+
+    `dtype` and `epochs` take the place of its own; only studies that count epochs have them.
+    """
+    content = content_of(name, scale) | {"device": device}
+    if epochs is not None:
+        if "epochs" not in content:
+            raise ValueError(f"epochs = {epochs}, but {name} has no data set to go through; leave epochs out")
+        points = {count: max(3, min(count, 10)) for count in (content["epochs"], epochs)}
+        if content["record"] == points[content["epochs"]]:  # which is not a number of its own
+            content["record"] = points[epochs]
+        content["epochs"] = epochs
+        if short := content.get("screen", {}).get("epochs"):
+            content["screen"] |= {"epochs": min(epochs, short)}
+    if dtype is not None:
+        if content.get("dtype", dtype) != dtype:
+            raise ValueError(f"dtype = {dtype!r}; {name} trains in {content['dtype']}, leave dtype out")
+        content["dtype"] = dtype
+    return parse({"dtype": "float32" if device == "cpu" else "float64"} | content)

@@ -15,8 +15,7 @@ import sqlite3
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, dataclass
-from functools import cached_property
+from dataclasses import asdict
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -30,11 +29,9 @@ from klatsch import own
 from klatsch.arguments import printable
 from klatsch.extras import need
 from klatsch.files import json_of
-from klatsch.study import spec
 from klatsch.study.batches import Batch, Outcome
-from klatsch.study.cases import Case, LeftOut, Sources, check_sources, expand, grid, names_of, sources_of, with_seeds
+from klatsch.study.cases import Case, Exchange, LeftOut, Remembered
 from klatsch.study.spec import Study
-from klatsch.study.traffic import Exchange
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -77,36 +74,6 @@ REMEDIES = {  # by what SQLite's message contains
     "unable to open": "make the folder writable",
     "locked": f"another process held it for more than {WAIT:.0f} seconds; run again when that one is done",
 }
-
-
-@dataclass(frozen=True)
-class Remembered:
-    """A study that was run into a store: what its file said, which is shown, and never run."""
-
-    study: Study
-    command: str  # that ran it
-    sources: Sources  # of its custom parts
-    left_out: tuple[LeftOut, ...] = ()
-    refused: frozenset[str] = frozenset()  # the keys of what is left out, with the first seed
-
-    @cached_property
-    def cases(self) -> list[Case]:
-        """Its runs, whether or not the store has them."""
-        firsts = (case for case in grid(self.study, self.sources) if case.key not in self.refused)
-        return with_seeds(firsts, self.study)
-
-    @classmethod
-    def read(cls, content: Any, command: str) -> Remembered:
-        """From what a store holds of it, which may be forged."""
-        sources, left_out, refused = (content.pop(name) for name in ("sources", "left_out", "refused"))
-        study = spec.parse(content, stored=True)
-        check_sources(study.problem.name, {name: name for name in names_of(study)}, sources)
-        if not all(isinstance(text, str) for text in sources.get("data", {}).values()):
-            raise ValueError("data are no texts")
-        reasons = tuple(LeftOut(nodes, str(reason)) for nodes, reason in left_out)
-        remembered = cls(study, command, sources, reasons, frozenset(refused))
-        _ = remembered.cases
-        return remembered
 
 
 class Store(AbstractContextManager["Store"]):
@@ -183,19 +150,15 @@ class Store(AbstractContextManager["Store"]):
     def remember(
         self, study: Study, command: str = "", expanded: tuple[list[Case], list[LeftOut]] | None = None
     ) -> Remembered:
-        """Keep a study, with its runs and what it leaves out; it replaces an older one of its name, whose runs stay."""
-        cases, left_out = expanded or expand(study)
-        sources, keys = sources_of(study), {case.key for case in cases}
-        refused = [case.key for case in grid(study, sources) if case.key not in keys] if left_out else []
-        beside = {"sources": sources, "left_out": left_out, "refused": refused}
-        content = json.dumps({**study.model_dump(mode="json"), **beside})
+        """Keep a study and what it leaves out; it replaces an older one of its name, whose runs stay."""
+        remembered = Remembered.of(study, command, expanded)
         with self.transaction():
             self.execute(
                 "INSERT INTO studies VALUES (?, 'study', '', ?, ?, strftime('%Y-%m-%dT%H:%M:%S+00:00', 'now')) "
                 "ON CONFLICT (name) DO UPDATE SET spec = excluded.spec, command = excluded.command",
-                [study.name, content, command],
+                [study.name, remembered.text, command],
             )
-        return Remembered(study, command, sources, tuple(left_out), frozenset(refused))
+        return remembered
 
     # --- reading -----------------------------------------------------------------------------------------------
 
@@ -251,9 +214,9 @@ class Store(AbstractContextManager["Store"]):
         need("a frame", "pandas")
         import pandas as pd
 
-        from klatsch.study import export
+        from klatsch.study import choices
 
-        return pd.DataFrame(export.records(self, self.runs(), curves, clock, options=True))
+        return pd.DataFrame(choices.records(self, self.runs(), curves, clock, options=True))
 
     @contextmanager
     def _readable(self) -> Iterator[None]:
@@ -381,7 +344,7 @@ class Store(AbstractContextManager["Store"]):
         return True
 
     def _is_made(self, application: int, version: int) -> bool:
-        """Whether a file says that it is a store; one that says nothing is empty, or its content shows what it is."""
+        """Whether a file claims to be a store; one that claims nothing is empty, or shows by its tables what it is."""
         if application == version == 0:
             return False
         if application != APPLICATION:

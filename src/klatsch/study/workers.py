@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import multiprocessing as mp
 import os
@@ -25,16 +24,14 @@ from typing import Any
 import torch
 
 from klatsch.extras import need
-from klatsch.native import cores, quiet_threads
+from klatsch.native import MMAP_THRESHOLD, TRIM_THRESHOLD, allocator, cores, quiet_threads
 from klatsch.study.batches import Batch, Outcome, run_batch
 
 MOST_WORKERS = 1024  # on one machine
 MOST_LOSSES = 5  # how often in a row workers may die of a batch
 SAFE = "what was stored is safe"
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of mallopt(3)
-STOP = (
-    signal.SIGUSR1 if os.name == "posix" else signal.SIGTERM
-)  # asks a worker to save its batch and end; ends one that is just starting
+# Asks a worker to save its batch and end; ends one that is just starting.
+STOP = signal.SIGUSR1 if os.name == "posix" else signal.SIGTERM
 
 Task = Callable[..., Any]  # its last argument is a threading.Event that asks it to save itself and end
 
@@ -90,7 +87,7 @@ def threads(count: int | None = None) -> Iterator[Workers]:
 
 @contextmanager
 def dask(address: str) -> Iterator[Workers]:
-    """The workers of a Dask cluster, which repeats a lost worker's batch on another one."""
+    """The workers of a Dask cluster; it repeats a lost worker's batch on another."""
     need("--dask", "distributed")
     from distributed import Client
     from distributed.scheduler import KilledWorker
@@ -170,13 +167,10 @@ class Pool:
     Each has a pipe of its own, whose end tells that it has died. The pool of the standard library shares pipes and
     locks among its processes: if one is killed while another one starts, or while it hands over a result, the rest
     wait forever.
-
-    Args:
-        task: what they do, a function that can be imported.
     """
 
     def __init__(self, task: Task) -> None:
-        self._task = task
+        self._task = task  # what they do, a function that can be imported
         self._stopped = False
         self._changing = threading.Lock()  # none is started unheard by `stop`
         self._workers: dict[int, tuple[BaseProcess, Connection]] = {}  # by thread
@@ -237,7 +231,7 @@ class Pool:
 
 
 def no_ctrl_c() -> None:
-    """In a thread: the processes that it starts ignore Ctrl-C, which a terminal sends to all."""
+    """Let the processes that this thread starts ignore Ctrl-C, which a terminal sends to all."""
     if os.name == "posix":
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
 
@@ -258,11 +252,9 @@ def _serve(pipe: Connection, task: Task) -> None:
     stop = threading.Event()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(STOP, lambda *_: stop.set())
-    with suppress(OSError, AttributeError):  # not the GNU library
-        # Keep freed memory: taking it from the system again costs a third of the time.
-        mallopt = ctypes.CDLL(None).mallopt
-        mallopt(M_MMAP_THRESHOLD, 1 << 30)
-        mallopt(M_TRIM_THRESHOLD, (1 << 31) - 1)
+    if libc := allocator():  # keep freed memory: taking it from the system again costs a third of the time
+        libc.mallopt(MMAP_THRESHOLD, 1 << 30)
+        libc.mallopt(TRIM_THRESHOLD, (1 << 31) - 1)
     threading.Thread(target=_end_with_driver, daemon=True).start()
     with suppress(EOFError, OSError):  # the driver has closed it
         while True:
