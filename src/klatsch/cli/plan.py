@@ -15,7 +15,7 @@ import typer
 from klatsch import catalogue, files, pictures
 from klatsch.cli import terminal
 from klatsch.cli.app import Settings, chosen, command, setting
-from klatsch.cli.data import use_folder
+from klatsch.cli.parts import use_folder
 from klatsch.cli.terminal import AsJson, Data, Plot, number, option, print_json, text, words
 from klatsch.files import token_of
 from klatsch.own import label

@@ -18,7 +18,7 @@ import typer
 from klatsch import catalogue, pictures
 from klatsch.cli import terminal
 from klatsch.cli.app import Plotting, Settings, assigned, command, parameters_of, setting
-from klatsch.cli.data import use_folder
+from klatsch.cli.parts import use_folder
 from klatsch.cli.results import plain, print_rows, print_verdicts
 from klatsch.cli.terminal import AsJson, Data, option, print_json, text, words
 from klatsch.files import folder_for

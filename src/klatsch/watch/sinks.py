@@ -8,7 +8,7 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from importlib import import_module
@@ -81,7 +81,7 @@ class Members:
         """Take in an event."""
         if (member := event.get("member")) is None:
             return
-        row = self.rows.setdefault(member, {"state": "trains", "round": 0, "lost": [], "events": 0})
+        row = self.rows.setdefault(member, {"member": member, "state": "trains", "round": 0, "lost": [], "events": 0})
         row |= {"events": row["events"] + 1, "last": event["time"]}
         row["state"] = "trains" if row["state"] == "gone" else row["state"]
         match event:
@@ -105,29 +105,38 @@ class Members:
             case {"event": "left" | "dropped" as state}:
                 row["state"] = state
 
+    def in_order(self) -> list[Event]:
+        """The rows by member, 2 before 10."""
+        return sorted(self.rows.values(), key=lambda row: (len(row["member"]), row["member"]))
 
-def shown(rows: Mapping[str, Event]) -> list[dict[str, str]]:
-    """Rows of members as texts."""
+
+def shown(rows: Iterable[Event]) -> list[dict[str, str]]:
+    """Rows of members as texts, in the columns that some of them have."""
 
     def text(value: object) -> str:
-        return f"{value:.4g}" if is_number(value) else ""
+        return "" if not is_number(value) else f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
 
-    return [
+    lines = [
         {
-            "member": name,
+            "member": row["member"],
             "host": str(row.get("host", "")),
+            "address": str(row.get("address", "")),
             "state": row["state"],
-            "round": f"{row['round']:,}",
+            "round": text(row["round"]),
+            "lag": text(row.get("lag")),
             "loss": text(row.get("loss")) if row.get("loss", "") is not None else "nan",
             "lr": text(row.get("lr")),
             "consensus": text(row.get("consensus")),
             "sent": size(int(row["bytes"])) if is_number(row.get("bytes")) else "",
             "waited": f"{row['waited']:.1f} s" if is_number(row.get("waited")) else "",
             "skipped": text(row.get("skipped")),
-            "lost": ", ".join(row["lost"]),
+            "neighbours": ", ".join(map(str, row.get("neighbours", ()))),
+            "lost": ", ".join(map(str, row.get("lost", ()))),
         }
-        for name, row in sorted(rows.items(), key=lambda item: (len(item[0]), item[0]))
+        for row in rows
     ]
+    used = {name for line in lines for name in line if line[name]}
+    return [{name: cell for name, cell in line.items() if name in used} for line in lines]
 
 
 class Terminal:
@@ -207,11 +216,10 @@ class Terminal:
         from rich.table import Table
 
         now = time.time()
-        lines = shown({name: row for name, row in self._members.rows.items() if row["last"] > now - SILENT})
-        used = [name for name in (lines[0] if lines else ()) if any(line[name] for line in lines)]
-        table = Table(*used, box=None, padding=(0, 2, 0, 0))
+        lines = shown(row for row in self._members.in_order() if row["last"] > now - SILENT)
+        table = Table(*(lines[0] if lines else ()), box=None, padding=(0, 2, 0, 0))
         for line in lines:
-            table.add_row(*(line[name] for name in used))
+            table.add_row(*line.values())
         return table
 
 
