@@ -161,7 +161,7 @@ def drop(
 
 
 def _show(content: dict[str, Any]) -> None:
-    from klatsch.watch.sinks import shown
+    from klatsch.watch.events import shown
 
     if lines := shown(content["members"]):
         terminal.print_table(f"epoch {content['epoch']} from round {content['start']:,}", lines, EXPENDABLE)
@@ -208,8 +208,7 @@ def log(
     as_json: AsJson = False,
 ) -> None:
     """Show how the members of a training did, by their log; also while they train."""
-    from klatsch.watch.events import Event, Folder
-    from klatsch.watch.sinks import Members, shown
+    from klatsch.watch.events import Event, Folder, Members, shown
 
     exports.check()
     content, members, events = Folder(folder), Members(), 0

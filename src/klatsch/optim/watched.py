@@ -24,8 +24,7 @@ from klatsch.ranks.links import GlooLinks
 from klatsch.rules import Rule
 from klatsch.topology import Topology
 from klatsch.version import VERSION
-from klatsch.watch.events import Log, Sink
-from klatsch.watch.sinks import ABOUT, ROW
+from klatsch.watch.events import ABOUT, ROW, Log, Sink
 
 MOST_SKIPPED = 100  # events of rounds without gradient; rounds tell how many there were
 # Reserved names, which numbers of users do not have.

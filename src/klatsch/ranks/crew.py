@@ -23,7 +23,6 @@ import socket
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -129,10 +128,9 @@ class Crew:
         self._news = threading.Condition()
         self._error: Exception | None = None  # of joining, or that it is out
         self.leaving = False  # whether it has asked to leave
-        self._wants_in = self._closed = False
+        self._wants_in, self._ended = False, threading.Event()
         self._alone = False  # whether no registry is there
         self._report: Message = {}
-        self._outbox: deque[Message] = deque()
         self._answers: dict[int, Message | None] = {}  # to questions about keys; None while there is none
         self._numbers = itertools.count()
         self._gone: set[str] = set()
@@ -142,9 +140,6 @@ class Crew:
         self._line: Line | None = self._first_line()
         self.address: str = self._line.socket.getsockname()[0]
         self.quorum = self._line.quorum
-        self._woken, self._wake = socket.socketpair()
-        self._woken.setblocking(False)
-        self._wake.setblocking(False)
         _crews.add(self)
         self._listen()
         self._thread = threading.Thread(target=self._run, name="klatsch-crew", daemon=True)
@@ -247,20 +242,19 @@ class Crew:
     def leave(self) -> None:
         """Ask to leave, also from a handler of signals: `before` will return an epoch that this member is not in.
 
-        Without a registry that is the next round, and the others take it for a death.
+        The thread tells the registry. Without one that is the next round, and the others take it for a death.
         """
         self.leaving = True
-        if self.leads:
-            self._send({"op": "leave"})
 
     def report(self, report: Mapping[str, object]) -> None:
         """How it is doing, for `klatsch crew status`."""
         self._report = {**self._report, **report}
 
     def close(self) -> None:
-        """Close the connection."""
-        self._closed = True
-        self._send(None)
+        self._ended.set()
+        if line := self._line:
+            with suppress(OSError):  # it is closed, as in a process that was forked
+                line.socket.shutdown(socket.SHUT_RDWR)  # which ends the thread's waiting
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
@@ -290,73 +284,55 @@ class Crew:
             raise RuntimeError(f"{do} {', '.join(question.get('keys', [question.get('key', '')]))}: {why}")
         return answer["value"]
 
-    def _send(self, message: Message | None) -> None:
-        """Have the thread send a message; a signal may interrupt this anywhere."""
-        if message is not None:
-            self._outbox.append(message)
-        with suppress(BlockingIOError, OSError):  # it will wake up anyway, or is closed
-            self._wake.send(b"\0")
+    def _send(self, message: Message) -> None:
+        """Send a message; if the line is broken or gone, the next one says again what matters."""
+        if line := self._line:
+            with suppress(OSError):
+                line.send(message)
 
     # --- the thread --------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while not self._closed:
-            if line := self._line:
-                with suppress(Exception):  # whatever comes over it, there may be a better one
-                    self._talk(line)
-                self._line = None
-                line.socket.close()
-            if not self._closed:
-                self._line = self._next_line()
-        unused = (self._line.socket,) if self._line else ()  # made while the crew was being closed
-        for end in (self._woken, self._wake, *unused):
-            end.close()
+        while line := self._line:
+            with suppress(Exception):  # whatever comes over it, there may be a better one
+                self._talk(line)
+            self._line = None
+            line.socket.close()
+            self._look_for_a_line()
 
-    def _next_line(self) -> Line | None:
+    def _look_for_a_line(self) -> None:
         """Another line to a registry. While it looks for one, training goes on for a few rounds only."""
         with self._news:
             promised = self._calendar.bound < math.inf
             self._calendar.promise()
             self._forget_questions()
         lost = time.monotonic()
-        while not self._closed:
+        while not self._ended.is_set():
             with suppress(OSError, ValueError):
                 line = connect(self._addresses, self._token, PATIENCE / 2)
                 self._alone, self.quorum = False, line.quorum
                 with self._news:
+                    self._line = line
                     self._forget_questions()
                     self._listen()
                     if self._calendar.newest is not None:
                         self._return(line)
                     elif self._wants_in and self._error is None:
                         self._ask_to_join()
-                return line
+                return
             # A change that was proposed may have been agreed on: a new registry would know.
             with self._news:
                 if not promised or time.monotonic() > lost + 2 * PATIENCE:
                     self._calendar.bound = math.inf
                 self._alone = True
                 self._news.notify_all()
-            self._pause()
-        return None
+            self._ended.wait(RETRY)
 
     def _forget_questions(self) -> None:
         """What was asked on a line that is gone has no answer, and needs none."""
         self._proposal = None
-        self._outbox.clear()
         self._answers.clear()
         self._news.notify_all()
-
-    def _pause(self) -> None:
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._woken, selectors.EVENT_READ)
-            selector.select(RETRY)
-            self._is_woken()
-
-    def _is_woken(self) -> None:
-        with suppress(BlockingIOError):
-            while self._woken.recv(1 << 12):
-                pass
 
     def _listen(self) -> None:
         if not self.leads:
@@ -380,25 +356,22 @@ class Crew:
 
     def _talk(self, line: Line) -> None:
         """Pass on messages, both ways, until the line breaks."""
-        spoken, heard, told = 0.0, time.monotonic(), self._report
+        spoken, heard, told, has_left = 0.0, time.monotonic(), self._report, not self.leads
         with selectors.DefaultSelector() as selector:
             selector.register(line.socket, selectors.EVENT_READ)
-            selector.register(self._woken, selectors.EVENT_READ)
-            while not self._closed:
+            while not self._ended.is_set():
                 now = time.monotonic()
                 if now > heard + line.timeout:
                     raise TimeoutError
                 if now > spoken + line.timeout / 4 or (self._report is not told and now > spoken + TICK):
                     spoken, told = now, self._report
                     line.send({"op": "beat", "round": self._calendar.begun, "report": told})
-                while self._outbox:
-                    line.send(self._outbox.popleft())
-                for key, _ in selector.select(min(TICK, line.timeout / 8)):
-                    if key.fileobj is self._woken:
-                        self._is_woken()
-                    else:
-                        line.take()
-                        heard = time.monotonic()
+                if self.leaving and not has_left:
+                    has_left = True
+                    line.send({"op": "leave"})
+                if selector.select(min(TICK, line.timeout / 8)):
+                    line.take()
+                    heard = time.monotonic()
                 while messages := line.arrived():
                     with self._news:
                         self._hear(line, messages[0])
@@ -448,37 +421,25 @@ class CrewStore(Store):
         return self._crew.ask(do, self._seconds if seconds is None else seconds, **question)
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """How long to wait for an answer."""
         self._seconds = timeout.total_seconds()
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Set a key."""
-        self._ask("set", key=key, value=_text(value))
+        self._ask("set", key=key, value=value if isinstance(value, str) else bytes(value).decode("latin-1"))
 
     def get(self, key: str) -> bytes:
-        """The value of a key, once there is one."""
         return bytes(self._ask("get", keys=[key])[0], "latin-1")
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait until all keys are there."""
         for key in keys:  # what all have told may be too long for one message
             self._ask("get", None if timeout is None else timeout.total_seconds(), keys=[key])
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all keys are there."""
         return bool(self._ask("check", keys=list(keys)))
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a whole number, which is 0 at first."""
         return int(self._ask("add", key=key, value=amount))
 
-    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        """Set a key if it has the expected value; returns the one that it has then."""
-        value = self._ask("compare", key=key, expected=_text(expected), value=_text(desired))
-        return bytes(value, "latin-1")
-
     def delete_key(self, key: str) -> bool:
-        """Delete a key; whether it was there."""
         return bool(self._ask("delete", key=key))
 
     deleteKey = delete_key  # noqa: N815 the name under which PrefixStore asks for it
@@ -487,7 +448,3 @@ class CrewStore(Store):
 def _brief(fact: str) -> str:
     """A long text by its beginning and its hash."""
     return fact if len(fact) <= SHOWN else f"{fact[:100]}... ({hashlib.sha256(fact.encode()).hexdigest()[:16]})"
-
-
-def _text(value: str | bytes) -> str:
-    return value if isinstance(value, str) else bytes(value).decode("latin-1")
