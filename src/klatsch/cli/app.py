@@ -180,7 +180,6 @@ class Exports:
             check_output(self.parquet, "Parquet", self.csv)
 
     def write(self, records: Sequence[dict[str, object]]) -> None:
-        """Write them."""
         from klatsch.study import export
 
         for path, kind in self.files.items():

@@ -133,8 +133,8 @@ def _cells(s: Summary) -> dict[str, tuple[str, str]]:
         **({"wire": (s.wire, "how numbers travel")} if s.wire != "float32" else {}),
         **(held if s.copies else {}),
         "period": (_number(s.period), "rounds until the graphs repeat" if s.period else "drawn anew in every round"),
-        "symmetric": (_yes(s.symmetric), ""),
-        "doubly stochastic": (_yes(s.doubly_stochastic), "keeps the network mean"),
+        "symmetric": ("yes" if s.symmetric else "no", ""),
+        "doubly stochastic": ("yes" if s.doubly_stochastic else "no", "keeps the network mean"),
         "rho": (f"{s.rho:.6g}", "spectral gap per round" + ("" if s.period else ", in the mean square")),
         "rounds to halve": (_number(s.rounds_to_halve), "the disagreement, from the worst start"),
         "exact after": (_number(s.exact_after, "never"), "rounds until all hold the mean"),
@@ -151,13 +151,11 @@ def _print_comparison(summaries: list[Summary], left_out: dict[str, str]) -> Non
     known = [{"topology": (s.name, ""), **_cells(s)} for s in summaries]
     lines = [{heading.replace(" ", "\n"): cells[heading][0] for heading in COMPARED} for cells in known]
     expendable = [heading.replace(" ", "\n") for heading in EXPENDABLE]
-    kept = terminal.print_table(f"{summaries[0].nodes:,} nodes, largest spectral gap rho first", lines, expendable)
+    terminal.print_table(f"{summaries[0].nodes:,} nodes, largest spectral gap rho first", lines, expendable)
     terminal.note(
         f"per node, with {summaries[0].params:,} parameters as {summaries[0].wire}; bytes for DAT-SGD, which sends "
         f"{VECTORS['dat']} vectors where D-SGD sends {VECTORS['dsgd']}"
     )
-    if len(kept) < len(lines[0]):
-        terminal.note(terminal.WIDER)
     for why in left_out.values():
         terminal.note(f"left out: {why}")
 
@@ -169,10 +167,6 @@ def _plain(s: Summary) -> dict[str, object]:
 def _bytes(s: Summary) -> dict[str, int]:
     """What a node sends in a round, by rule."""
     return {rule: round(vectors * s.bytes_per_vector) for rule, vectors in VECTORS.items()}
-
-
-def _yes(value: bool) -> str:
-    return "yes" if value else "no"
 
 
 def _number(value: float | None, unknown: str = "-") -> str:

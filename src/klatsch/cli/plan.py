@@ -52,7 +52,6 @@ class Machines:
     gpus: Annotated[int, option("GPUs per machine, which average their gradients first.")] = 1
 
     def links(self) -> Links:
-        """The links of its network."""
         from klatsch.clock import links
         from klatsch.ranks.edges import links_of
         from klatsch.ranks.registry import address_of, ask

@@ -269,8 +269,7 @@ def print_rows(
         "time": "time: by the clock, until all nodes are done",
         "sent": "sent: by a node",
     }
-    wider = [terminal.WIDER] if len(kept) < len(lines[0]) else []
-    terminal.note("; ".join([note for name, note in notes.items() if name in kept] + wider))
+    terminal.note("; ".join(note for name, note in notes.items() if name in kept))
     if clocked:
         say_unknown((row.case, row.exchange) for row in rows if row.case is not None)
     if any(row.at_edge for row in rows):
@@ -338,9 +337,8 @@ def as_latex(rows: Sequence[Row], clocked: bool = False) -> str:
     columns = "".join("l" if heading in terminal.LEFT else "r" for heading in lines[0])
     table = [list(lines[0]), *(list(line.values()) for line in lines)]
     head, *body = (" & ".join(map(_in_latex, cells)) + r" \\" for cells in table)
-    return "\n".join(
-        [rf"\begin{{tabular}}{{{columns}}}", r"\toprule", head, r"\midrule", *body, r"\bottomrule", r"\end{tabular}"]
-    )
+    beginning = rf"\begin{{tabular}}{{{columns}}}", r"\toprule", head, r"\midrule"
+    return "\n".join([*beginning, *body, r"\bottomrule", r"\end{tabular}"])
 
 
 def _in_latex(text: str) -> str:

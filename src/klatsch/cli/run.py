@@ -370,8 +370,7 @@ def _print(page: Page, paths: list[Path], seconds: float, with_table: bool) -> N
         terminal.note(fact)
     if with_table:
         lines = [dict(zip(page.header, line, strict=True)) for line in page.table]
-        if terminal.print_table("", lines, expendable=page.header[-1:]) != list(page.header):
-            terminal.note(terminal.WIDER)
+        terminal.print_table("", lines, expendable=page.header[-1:])
     print_verdicts(page.verdicts)
     for note in page.notes:
         terminal.note(f"note: {note}")

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from klatsch.watch.events import Event
 
 KIND = "safetensors"
+FINAL = "SELECT name, value FROM metrics WHERE run = ? AND name = ? AND step = ?"
 REPORTED = ("round", "lag", "loss", "lr", "bytes", "waited", "waits", "consensus")  # of what members tell a registry
 EXPENDABLE = ("neighbours", "address", "lr", "consensus", "skipped", "waited", "host", "lost")
 
@@ -317,7 +318,6 @@ class CrewEvents:
         self._epoch = -1
 
     def new(self) -> list[Event]:
-        """What has changed since the last call."""
         from klatsch.ranks.registry import ask
 
         told = ask(self._addresses, self._token, {"op": "status"})
@@ -327,7 +327,8 @@ class CrewEvents:
         for member, row in rows.items():
             before = self._rows.get(member)
             if before is None:
-                events.append({"event": "start", "member": member, "host": row["host"], **_rule(told["facts"])})
+                rule = {name: v for name, v in told["facts"].items() if name in ("rule", "topology", "wire")}
+                events.append({"event": "start", "member": member, "host": row["host"], **rule})
             was, neighbours = before or {}, row.get("neighbours", [])
             if member in members and (told["epoch"] != self._epoch or neighbours != was.get("neighbours", [])):
                 epoch = {"epoch": told["epoch"], "round": told["start"], "members": members, "neighbours": neighbours}
@@ -343,10 +344,6 @@ class CrewEvents:
         return [{"time": time.time(), **event} for event in events]
 
 
-def _rule(facts: dict[str, str]) -> Event:
-    return {name: facts[name] for name in ("rule", "topology", "wire") if name in facts}
-
-
 class StudyEvents:
     """The studies of a store and their runs, as events."""
 
@@ -358,7 +355,6 @@ class StudyEvents:
         self._done: dict[str, int] = {}  # runs of every study
 
     def new(self) -> list[Event]:
-        """What has come since the last call."""
         events: list[Event] = []
         runs = self._store.execute(
             "SELECT id, key, seconds, diverged, finished FROM runs WHERE id > ? ORDER BY id", [self._last]
@@ -376,12 +372,9 @@ class StudyEvents:
                     run = {"event": "run", "time": _seconds(finished), "study": name, "key": key, "seconds": seconds}
                     place = {"topology": case.graph_label, "nodes": case.nodes, "lr": case.lr, "seed": case.seed}
                     state = {"state": "diverged" if diverged else "done", "done": self._done[name], "of": len(cases)}
-                    events.append({**run, "label": case.label, **place, **state, "metrics": self._final(row, case)})
+                    final = dict(self._store.execute(FINAL, [row, case.headline.metric, case.steps]))
+                    events.append({**run, "label": case.label, **place, **state, "metrics": final})
         return events
-
-    def _final(self, row: int, case: Case) -> dict[str, float]:
-        final = "SELECT name, value FROM metrics WHERE run = ? AND name = ? AND step = ?"
-        return dict(self._store.execute(final, [row, case.headline.metric, case.steps]))
 
     def _begun(self, begun: dict[str, float]) -> list[Event]:
         """Studies that are new, or have more runs than were known: after the short ones come the full ones."""

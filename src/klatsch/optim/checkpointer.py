@@ -140,9 +140,9 @@ class Checkpointer:
             try:
                 choice, read, drawn = self._opened(files)
             except RuntimeError:
-                if not optimizer.host.all(post.misses_some):
+                if not optimizer.host.all(any(map(post.crew.is_out, post.epoch.members))):
                     raise
-                optimizer.go_on(None, 0, 0, 0, anew=True)  # and look again, without those who have died
+                optimizer.go_on(None, 0, 0, 0, anew=True)  # and look again, without members that have died
                 continue
             if choice is None:
                 break

@@ -26,7 +26,7 @@ from klatsch.optim.points import Watch, model_of
 from klatsch.optim.post import Own, Post, crew_of, graphs_of, held_by, rescaled
 from klatsch.optim.share import Share
 from klatsch.optim.watched import MOST_SKIPPED, Watched
-from klatsch.ranks.agreement import everyone_of, group_of, ranks_of
+from klatsch.ranks.agreement import agree, everyone_of, group_of, ranks_of
 from klatsch.ranks.assembly import assembled
 from klatsch.ranks.edges import Edges
 from klatsch.ranks.failures import LinkError, NonFiniteError, reason, warn
@@ -186,7 +186,7 @@ class Gossip(Watched, Joinable, JoinHook):
             self.rule, self.rank = rule.on(self.topology), self.everyone.rank
             told = f"{self.topology!r} {self.topology.fingerprint[:16]}"
             facts = basic | groups.facts(self.rule, told, self.param_groups)
-            self.everyone.agree(facts | settings | {"backend": backend(group, self.device)})
+            agree(self.everyone.told, facts | settings | {"backend": backend(group, self.device)})
         self._weight, self.stretch = 1.0, 1.0
         names, dtypes = groups.names(self.param_groups), dict.fromkeys(p.dtype for p in trained)
         by_dtype = [[p for p in trained if p.dtype == dtype] for dtype in dtypes]
@@ -332,7 +332,6 @@ class Gossip(Watched, Joinable, JoinHook):
         groups.check_values(param_group, self.defaults)
 
     def _round(self, factor: float) -> None:
-        """One round with gradients times a factor."""
         told = self.host.together(self.rounds + 1, partial(self._take_in, factor), 2)
         if self.host.slices and len({checksum for _, checksum in told}) > 1:
             raise ValueError(f"the ranks of this host have different gradients; {hosts.SAME}")
@@ -653,7 +652,7 @@ class Gossip(Watched, Joinable, JoinHook):
         vectors, memories = rescaled(self.rule, content), [{}] * len(self.shares) if anew else content["memories"]
         for group, other in zip(self.param_groups, content["groups"], strict=True):
             group.update(other)
-        self.everyone.agree({"round to go on from": str(rounds), "rounds done before": str(self.rounds)})
+        agree(self.everyone.told, {"round to go on from": str(rounds), "rounds done before": str(self.rounds)})
         if self.rounds > 0:  # messages of the rounds before are on their way
             before, links = self._links, self._new_links()
             self._close()

@@ -158,11 +158,6 @@ class Post:
         """Whether it has no state of its own yet."""
         return self.crew.member in self.epoch.newcomers
 
-    @property
-    def misses_some(self) -> bool:
-        """Whether members of the epoch have died."""
-        return any(map(self.crew.is_out, self.epoch.members))
-
     def links(self, device: torch.device, catch_up: bool) -> GlooLinks:
         """New links to the neighbours of this epoch."""
         crew, members = self.crew, self.epoch.members
@@ -376,7 +371,7 @@ class Post:
             return states, ledgers, share
         try:
             with assembled(links, t, f"epoch {self.epoch.number}") as everyone:
-                found = [
+                sums = [
                     {name: everyone.mean_and_debts(state[name].cpu()) for name in one.means}
                     for one, state in zip(handovers, states, strict=True)
                 ]
@@ -385,8 +380,8 @@ class Post:
             warn(f"epoch {self.epoch.number}: sums over the crew begin anew ({reason(error)})")
             abandon(links, t, reason(error))  # those who have not noticed need not wait
             states = [one.zeroed(state) for one, state in zip(handovers, states, strict=True)]
-            settled, found = None, []
-        for k, told in enumerate(found):
+            settled, sums = None, []
+        for k, told in enumerate(sums):
             means = {name: mean.to(states[k][name]) for name, (mean, _) in told.items()}
             owed = {(peer, name): v for name in told if name in nodes[k].owes for peer, v in told[name][1].items()}
             states[k] = handovers[k].settled(states[k], means)

@@ -50,7 +50,6 @@ class Diary:
         self._links: GlooLinks | None = None
 
     def tell(self, kind: str, **facts: object) -> None:
-        """Emit an event."""
         self.log.emit(kind, self.member, **{"round": self.rounds} | facts)
 
     def stand(self, member: str, members: Sequence[str], epoch: int, links: GlooLinks) -> None:
@@ -86,7 +85,6 @@ class Diary:
             self.tell("lost", round=failure.round, neighbour=name, why=failure.why)
 
     def tell_round(self, **numbers: object) -> None:
-        """Tell of a round."""
         links, now = self._links, time.monotonic()
         assert links is not None
         counts = {"bytes": links.bytes_sent, "waited": round(links.seconds_waited, 6)}

@@ -12,7 +12,6 @@ another one at their addresses, which then adopts the epoch that they tell.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import math
 import os
@@ -30,7 +29,7 @@ from typing import Any
 
 from torch._C._distributed_c10d import Store
 
-from klatsch.ranks.agreement import SHOWN
+from klatsch.ranks.agreement import brief
 from klatsch.ranks.failures import warn
 from klatsch.ranks.registry import AHEAD, PATIENCE, TICK, Epoch, Line, Message, address_of, connect
 
@@ -129,7 +128,7 @@ class Crew:
         self._error: Exception | None = None  # of joining, or that it is out
         self.leaving = False  # whether it has asked to leave
         self._wants_in, self._ended = False, threading.Event()
-        self._alone = False  # whether no registry is there
+        self.alone = False  # whether no registry is there: training goes on, and nothing changes
         self._report: Message = {}
         self._answers: dict[int, Message | None] = {}  # to questions about keys; None while there is none
         self._numbers = itertools.count()
@@ -166,8 +165,7 @@ class Crew:
                 then go on from what they hold, and the others are newcomers.
         """
         with self._news:
-            self._facts = {name: _brief(text) for name, text in facts.items()}
-            self._rounds, self._error = int(rounds), None
+            self._facts, self._rounds, self._error = brief(facts), int(rounds), None
             self._wants_in, self._report = True, {}
             self._ask_to_join()
             self._wait_for(lambda: self._calendar.epoch, "to join the crew")
@@ -194,9 +192,9 @@ class Crew:
 
     def _wait_for(self, happened: Callable[[], object], what: str) -> None:
         """Wait for news, and say so if it takes long."""
-        while not self._news.wait_for(lambda: self._error or happened() or (self.leaving and self._alone), SILENCE):
+        while not self._news.wait_for(lambda: self._error or happened() or (self.leaving and self.alone), SILENCE):
             where = ", ".join("{}:{}".format(*address) for address in self._addresses)
-            why = "no registry answers" if self._alone else "the registry waits; klatsch crew status says what for"
+            why = "no registry answers" if self.alone else "the registry waits; klatsch crew status says what for"
             warn(f"still waiting {what} at {where}: {why}")
         if self._error is not None:
             raise self._error
@@ -215,15 +213,16 @@ class Crew:
             epoch, newest = self._calendar.begin(t), self._calendar.newest
             self._changing = epoch is not None or t == 1  # before the first round, it may resume from a checkpoint
             self._answer_proposal()
-            if self.leaving and self._alone and newest is not None:  # nobody is there to agree with
+            if self.leaving and self.alone and newest is not None:  # nobody is there to agree with
                 return newest._replace(members=tuple(name for name in newest.members if name != self.member), start=t)
             return epoch
 
     def _answer_proposal(self) -> None:
         """Answer one that came while a change was being made."""
         if self._proposal is not None and not self._changing and not self._calendar.coming:
-            proposal, self._proposal = self._proposal, None
-            self._send(self._calendar.hear(proposal))
+            if answer := self._calendar.hear(self._proposal):
+                self._send(answer)
+            self._proposal = None
 
     def expects_change(self, seconds: float) -> bool:
         """Wait, at most for some seconds, until the next epoch is fixed, or this member is out.
@@ -258,11 +257,6 @@ class Crew:
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
-    @property
-    def connected(self) -> bool:
-        """Whether a registry is there; without one, training goes on, and nothing changes."""
-        return not self._alone
-
     def ask(self, do: str, seconds: float, **question: Any) -> Any:
         """Ask the registry's store."""
         names = set(re.split("[/-]", "/".join(question.get("keys", ()))))
@@ -272,7 +266,7 @@ class Crew:
             self._send({"op": "keys", "do": do, "id": number, "seconds": float(seconds), **question})
             try:
                 in_time = self._news.wait_for(
-                    lambda: self._answers.get(number, True) or names & self._gone or self._alone, seconds
+                    lambda: self._answers.get(number, True) or names & self._gone or self.alone, seconds
                 )
                 answer = self._answers.get(number)
             finally:
@@ -310,7 +304,7 @@ class Crew:
         while not self._ended.is_set():
             with suppress(OSError, ValueError):
                 line = connect(self._addresses, self._token, PATIENCE / 2)
-                self._alone, self.quorum = False, line.quorum
+                self.alone, self.quorum = False, line.quorum
                 with self._news:
                     self._line = line
                     self._forget_questions()
@@ -324,7 +318,7 @@ class Crew:
             with self._news:
                 if not promised or time.monotonic() > lost + 2 * PATIENCE:
                     self._calendar.bound = math.inf
-                self._alone = True
+                self.alone = True
                 self._news.notify_all()
             self._ended.wait(RETRY)
 
@@ -443,8 +437,3 @@ class CrewStore(Store):
         return bool(self._ask("delete", key=key))
 
     deleteKey = delete_key  # noqa: N815 the name under which PrefixStore asks for it
-
-
-def _brief(fact: str) -> str:
-    """A long text by its beginning and its hash."""
-    return fact if len(fact) <= SHOWN else f"{fact[:100]}... ({hashlib.sha256(fact.encode()).hexdigest()[:16]})"

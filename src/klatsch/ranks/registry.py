@@ -50,7 +50,6 @@ class Epoch(NamedTuple):
 
     @classmethod
     def read(cls, told: Sequence[Any]) -> Epoch:
-        """From a message."""
         number, members, newcomers, start = told
         return cls(int(number), tuple(map(str, members)), tuple(map(str, newcomers)), int(start))
 
@@ -132,7 +131,6 @@ class Line:
             self.socket.sendall(framed(message))
 
     def receive(self) -> Message:
-        """The next message."""
         while True:
             for message in self.arrived():
                 return message
@@ -290,7 +288,6 @@ class Coordinator:
         self.step(now)
 
     def lost(self, line: Speaker, now: float) -> None:
-        """A connection is gone."""
         self._look(now)
         self._listeners = [other for other in self._listeners if other is not line]
         # One that closes a connection on which it has not spoken for long was cut off, and may live. After a pause of

@@ -137,7 +137,6 @@ class Lines:
         return str(self.folder)
 
     def __call__(self, event: Event) -> None:
-        """Write an event."""
         stem = re.sub(r"[^\w-]", "-", str(event.get("member", "study")))
         if stem not in self._files:
             self._files[stem] = self._opened(stem)
@@ -318,7 +317,6 @@ class Members:
         self.rows: dict[str, Event] = {}
 
     def take(self, event: Event) -> None:
-        """Take in an event."""
         if (member := event.get("member")) is None:
             return
         row = self.rows.setdefault(member, {"member": member, "state": "trains", "round": 0, "lost": [], "events": 0})

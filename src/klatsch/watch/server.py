@@ -101,7 +101,6 @@ class Feed:
                 self._news.notify_all()
 
     def close(self) -> None:
-        """No more will come."""
         with self._news:
             self.open = False
             self._news.notify_all()
@@ -180,7 +179,6 @@ class PageServer(ThreadingHTTPServer):
         self.shutdown_request(request)
 
     def process_request_thread(self, request: Request, client_address: object) -> None:
-        """Serve a client."""
         try:
             super().process_request_thread(request, client_address)
         finally:
