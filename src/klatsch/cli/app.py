@@ -162,10 +162,10 @@ class Plotting(Timing):
 
 @dataclass(frozen=True)
 class Exports:
-    """Files for tables."""
+    """Files to export a table to."""
 
-    csv: Annotated[Path | None, text("Write them to FILE.csv.", metavar="FILE")] = None
-    parquet: Annotated[Path | None, text("Write them to FILE.parquet.", metavar="FILE")] = None
+    csv: Annotated[Path | None, text("Export to FILE.csv.", metavar="FILE")] = None
+    parquet: Annotated[Path | None, text("Export to FILE.parquet.", metavar="FILE")] = None
 
     @property
     def files(self) -> dict[Path, str]:

@@ -59,8 +59,6 @@ class Everyone:
             rows = values(self.store, keys)
         except RuntimeError as error:
             raise absent(self.rank, self.size, self.timeout, error) from None
-        with suppress(RuntimeError):  # all have read what was told before
-            self.store.delete_key(f"told/{self._told - 1}/{self._names[self.rank]}")
         return [rows[key] for key in keys]
 
 

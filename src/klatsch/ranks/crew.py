@@ -432,8 +432,3 @@ class CrewStore(Store):
 
     def add(self, key: str, amount: int) -> int:
         return int(self._ask("add", key=key, value=amount))
-
-    def delete_key(self, key: str) -> bool:
-        return bool(self._ask("delete", key=key))
-
-    deleteKey = delete_key  # noqa: N815 the name under which PrefixStore asks for it

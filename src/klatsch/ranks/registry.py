@@ -539,8 +539,6 @@ class Keys:
                 return self._answer()
             case {"do": "check", "keys": [*keys]}:
                 answer: object = all(key in values for key in keys)
-            case {"do": "delete", "key": str(key)}:
-                answer = values.pop(key, None) is not None
             case {"do": "set", "key": str(key), "value": str(value)}:
                 answer = values[key] = value
             case {"do": "add", "key": str(key), "value": int(value)}:
