@@ -10,7 +10,7 @@ from rich.console import Console
 
 from klatsch import __version__, rules
 from klatsch import topology as tp
-from klatsch.cli.topology import VECTORS
+from klatsch.cli.parts import VECTORS
 from klatsch.wire.rehearsal import vectors
 
 

@@ -17,7 +17,7 @@ from torch import nn
 
 import klatsch
 from klatsch import sealed
-from klatsch.optim.checkpointer import packed, unpacked
+from klatsch.optim.post import packed, unpacked
 from klatsch.ranks.membership import lag
 from klatsch.ranks.saved import FORMAT
 

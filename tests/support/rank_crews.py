@@ -47,7 +47,7 @@ def train(crew, epoch, facts, tell, options):
                     epoch = new
                     break
                 tell(round=t)
-                if not crew.connected:
+                if crew.alone:
                     tell(lost=t)
                 crew.report({"loss": 1 / t, "bytes": 100 * t, "neighbours": list(epoch.members)})
                 time.sleep(0.005)  # a round

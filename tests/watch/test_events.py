@@ -18,8 +18,7 @@ import torch.distributed as dist
 import klatsch
 from klatsch.optim.watched import Diary
 from klatsch.ranks.membership import Membership
-from klatsch.watch.events import KEPT, Folder, Lines, Log, read
-from klatsch.watch.sinks import sinks_of
+from klatsch.watch.events import KEPT, Folder, Lines, Log, read, sinks_of
 from tests.ranks.test_changes import Crew
 from tests.support.rank_watched import KILLED, POISONED, ROUNDS
 from tests.support.waiting import HANG, wait_until
@@ -372,7 +371,7 @@ def terminals(monkeypatch, tmp_path):
     """Two members of a crew on this machine, whose user's files are open to a group."""
     before = os.umask(0o002)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr("klatsch.watch.sinks.SILENT", HANG)
+    monkeypatch.setattr("klatsch.watch.events.SILENT", HANG)
     monkeypatch.setenv("KLATSCH_CREW", "127.0.0.1:1")
     monkeypatch.setenv("LOCAL_RANK", "0")
     yield [sinks_of("terminal")[0] for _ in "ab"]

@@ -8,7 +8,7 @@ from time import time as now
 
 import pytest
 
-from klatsch.cli.watching import StudyEvents
+from klatsch.cli.training import StudyEvents
 from klatsch.study import Store, execute, expand, parse, run_study, workers
 from tests.ranks.test_crew import Town
 from tests.support.waiting import HANG, wait_until

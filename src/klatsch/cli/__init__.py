@@ -8,7 +8,7 @@ from klatsch.extras import need
 need("the command klatsch", "typer", "rich")
 
 # Importing a file adds its commands.
-from klatsch.cli import checkpoints, crews, data, plan, results, run, topology, watching
+from klatsch.cli import parts, plan, results, run, training
 from klatsch.cli.app import main
 
-__all__ = ["checkpoints", "crews", "data", "main", "plan", "results", "run", "topology", "watching"]
+__all__ = ["main", "parts", "plan", "results", "run", "training"]

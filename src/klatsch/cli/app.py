@@ -16,13 +16,13 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar, get_type_hints
 
 import typer
-from rich.table import Table
 from typer.core import TyperCommand, TyperGroup, TyperOption
 
 from klatsch import catalogue, own, pictures
 from klatsch.cli import terminal
 from klatsch.cli.terminal import Plot, option, text, words
 from klatsch.extras import VERSION
+from klatsch.files import check_output
 
 if TYPE_CHECKING:
     from klatsch.clock import Clock
@@ -160,6 +160,32 @@ class Plotting(Timing):
             print(f"drawn to {path}", file=sys.stderr)
 
 
+@dataclass(frozen=True)
+class Exports:
+    """Files to export a table to."""
+
+    csv: Annotated[Path | None, text("Export to FILE.csv.", metavar="FILE")] = None
+    parquet: Annotated[Path | None, text("Export to FILE.parquet.", metavar="FILE")] = None
+
+    @property
+    def files(self) -> dict[Path, str]:
+        """Those that are asked for, and their kinds."""
+        return {path: kind for path, kind in ((self.csv, "CSV"), (self.parquet, "Parquet")) if path is not None}
+
+    def check(self, *inputs: Path) -> None:
+        """Refuse files that cannot be written, or that one would not get back."""
+        for path, kind in self.files.items():
+            check_output(path, kind, *inputs)
+        if self.csv is not None and self.parquet is not None:
+            check_output(self.parquet, "Parquet", self.csv)
+
+    def write(self, records: Sequence[dict[str, object]]) -> None:
+        from klatsch.study import choices
+
+        for path, kind in self.files.items():
+            (choices.to_csv if kind == "CSV" else choices.to_parquet)(records, path)
+
+
 # --- settings ---------------------------------------------------------------------------------------------------------
 
 
@@ -278,23 +304,3 @@ def root(
         print(f"klatsch {VERSION}")
         raise typer.Exit
     show_help(context)
-
-
-@command("list", "run --rules gt,dat-gt --set momentum=0.9", name="list")
-def list_names() -> None:
-    """List the rules, topologies and problems, each with the options that --set takes and their defaults."""
-    tables = {
-        "rules, each a product of parts": catalogue.rules(),
-        "parts of rules, and their options": catalogue.parts(),
-        "topologies": catalogue.topologies(),
-        "problems": catalogue.problems(),
-    }
-    for title, entries in tables.items():
-        table = Table(title=title, title_justify="left", title_style="bold", box=None, show_header=False)
-        table.add_column(style="bold", no_wrap=True)
-        table.add_column()
-        table.add_column(style="dim")
-        for name, entry in entries.items():
-            table.add_row(name, *entry)
-        terminal.console().print(table, "")
-    terminal.note(catalogue.CHANNEL)

@@ -15,7 +15,7 @@ import typer
 from klatsch import catalogue, files, pictures
 from klatsch.cli import terminal
 from klatsch.cli.app import Settings, chosen, command, setting
-from klatsch.cli.data import use_folder
+from klatsch.cli.parts import use_folder
 from klatsch.cli.terminal import AsJson, Data, Plot, number, option, print_json, text, words
 from klatsch.files import token_of
 from klatsch.own import label
@@ -52,7 +52,6 @@ class Machines:
     gpus: Annotated[int, option("GPUs per machine, which average their gradients first.")] = 1
 
     def links(self) -> Links:
-        """The links of its network."""
         from klatsch.clock import links
         from klatsch.ranks.edges import links_of
         from klatsch.ranks.registry import address_of, ask

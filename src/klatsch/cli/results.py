@@ -15,7 +15,7 @@ from rich.text import Text
 
 from klatsch import files, own
 from klatsch.cli import terminal
-from klatsch.cli.app import Plotting, Timing, command
+from klatsch.cli.app import Exports, Plotting, Timing, command
 from klatsch.cli.terminal import AsJson, print_json, text
 from klatsch.units import compact, counted, duration, size
 
@@ -96,12 +96,11 @@ def _value(text: str) -> object:
 def results(
     store: Annotated[Path, typer.Argument(help="A store written by klatsch run or klatsch reproduce.")],
     filters: Filters,
+    exports: Exports,
     figure: Plotting,
     metric: Annotated[str | None, text("Choose learning rates by this metric (the problem's own).")] = None,
     every: Annotated[bool, typer.Option("--all", help="Show every run, not only the best learning rates.")] = False,
     curves: Annotated[bool, typer.Option("--curves", help="Export every recorded round, not only the last.")] = False,
-    csv: Annotated[Path | None, text("Write the runs to FILE.csv.", metavar="FILE")] = None,
-    parquet: Annotated[Path | None, text("Write the runs to FILE.parquet.", metavar="FILE")] = None,
     latex: Annotated[bool, typer.Option("--latex", help="Print a LaTeX table (with booktabs).")] = False,
     compare: Annotated[Path | None, text("Compare with the same runs in another store.", metavar="STORE")] = None,
     as_json: AsJson = False,
@@ -111,18 +110,14 @@ def results(
     from klatsch.study.choices import timed
     from klatsch.study.store import Store
 
-    exports = csv is not None or parquet is not None
-    if curves and not exports and not (every and as_json):
+    if curves and not exports.files and not (every and as_json):
         raise ValueError("--curves is for exports: give --csv FILE, --parquet FILE, or --all --json as well")
     clock = figure.clock()
-    if figure.plot is not None and (every or exports):
+    if figure.plot is not None and (every or exports.files):
         raise ValueError("--plot draws the best learning rates; leave --all, --csv and --parquet out")
     if latex and (as_json or every):
         raise ValueError("--latex prints the best learning rates; leave --json and --all out")
-    if csv is not None:
-        files.check_output(csv, "CSV", store)
-    if parquet is not None:
-        files.check_output(parquet, "Parquet", store, *filter(None, [csv]))
+    exports.check(store)
     with Store(store, read_only=True) as opened:
         runs = sorted(opened.runs(), key=lambda run: _order(run[1]))
         if not runs:
@@ -131,12 +126,10 @@ def results(
         if compare is not None:
             with Store(compare, read_only=True) as other:
                 return _compare(opened, other, runs, as_json)
-        if exports:
-            records = choices.records(opened, runs, curves, clock)
-            for path, write in ((csv, choices.to_csv), (parquet, choices.to_parquet)):
-                if path is not None:
-                    write(records, path)
-                    print(f"{counted(len(records), 'line')} written to {path}")
+        if exports.files:
+            exports.write(records := choices.records(opened, runs, curves, clock))
+            for path in exports.files:
+                print(f"{counted(len(records), 'line')} written to {path}")
             if clock is not None:
                 outcomes = opened.outcomes([key for key, _ in runs], last=True)
                 say_unknown((case, outcomes[key].exchange) for key, case in runs)
@@ -275,8 +268,7 @@ def print_rows(
         "time": "time: by the clock, until all nodes are done",
         "sent": "sent: by a node",
     }
-    wider = [terminal.WIDER] if len(kept) < len(lines[0]) else []
-    terminal.note("; ".join([note for name, note in notes.items() if name in kept] + wider))
+    terminal.note("; ".join(note for name, note in notes.items() if name in kept))
     if clocked:
         say_unknown((row.case, row.exchange) for row in rows if row.case is not None)
     if any(row.at_edge for row in rows):
@@ -344,9 +336,8 @@ def as_latex(rows: Sequence[Row], clocked: bool = False) -> str:
     columns = "".join("l" if heading in terminal.LEFT else "r" for heading in lines[0])
     table = [list(lines[0]), *(list(line.values()) for line in lines)]
     head, *body = (" & ".join(map(_in_latex, cells)) + r" \\" for cells in table)
-    return "\n".join(
-        [rf"\begin{{tabular}}{{{columns}}}", r"\toprule", head, r"\midrule", *body, r"\bottomrule", r"\end{tabular}"]
-    )
+    beginning = rf"\begin{{tabular}}{{{columns}}}", r"\toprule", head, r"\midrule"
+    return "\n".join([*beginning, *body, r"\bottomrule", r"\end{tabular}"])
 
 
 def _in_latex(text: str) -> str:

@@ -18,7 +18,7 @@ import typer
 from klatsch import catalogue, pictures
 from klatsch.cli import terminal
 from klatsch.cli.app import Plotting, Settings, assigned, command, parameters_of, setting
-from klatsch.cli.data import use_folder
+from klatsch.cli.parts import use_folder
 from klatsch.cli.results import plain, print_rows, print_verdicts
 from klatsch.cli.terminal import AsJson, Data, option, print_json, text, words
 from klatsch.files import folder_for
@@ -369,8 +369,7 @@ def _print(page: Page, paths: list[Path], seconds: float, with_table: bool) -> N
         terminal.note(fact)
     if with_table:
         lines = [dict(zip(page.header, line, strict=True)) for line in page.table]
-        if terminal.print_table("", lines, expendable=page.header[-1:]) != list(page.header):
-            terminal.note(terminal.WIDER)
+        terminal.print_table("", lines, expendable=page.header[-1:])
     print_verdicts(page.verdicts)
     for note in page.notes:
         terminal.note(f"note: {note}")

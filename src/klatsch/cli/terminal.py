@@ -23,7 +23,6 @@ from klatsch.files import finite
 LEFT = ("topology", "rule", "engine", "property", "meaning", "term", "paper", "klatsch.theory")
 STRONG = ("rule", "property")
 _stdout: list[TextIO] = []  # that programs read
-WIDER = "a wider terminal shows more columns"
 
 
 def whole(text: str | int) -> int:
@@ -137,4 +136,6 @@ def print_table(
         if Measurement.get(screen, unlimited, table()).maximum > screen.width and heading in kept:
             kept.remove(heading)
     screen.print(table())
+    if len(kept) < len(lines[0]):
+        note("a wider terminal shows more columns")
     return kept

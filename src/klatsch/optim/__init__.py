@@ -75,7 +75,6 @@ class GossipSGD(Named, rule="dsgd", momentum=0.9, shared=True):
 
     Args:
         params: parameters, or groups of them, also with their own "lr", "momentum" and "weight_decay".
-        lr: learning rate.
         topology: a Topology, or the name of one, such as "ring", or "base_graph/8" to gossip in every 8th round.
         order: "atc", mix after the step; or "cta", mix before it, which waits for messages only if the network is
             slower than the gradient.
@@ -104,8 +103,6 @@ class DATSGD(Named, rule="dat"):
     torch.optim.SGD with lr=0.1 and momentum=0.9, start with lr=1.0 (docs/ranks.md has more).
 
     Args:
-        params: parameters, or groups of them.
-        lr: learning rate.
         topology: as in GossipSGD.
         averaging: how x averages: "constant", all iterates alike; "linear", more of the later ones; "fixed(0.9)", a
             moving average, which is a momentum: with beta=1 a single machine takes exactly the steps of
@@ -115,7 +112,6 @@ class DATSGD(Named, rule="dat"):
         shared: gossip the momentum; False by default.
         beta: where gradients are taken, between the iterate (0) and x (1; the model then always holds x, and there is
             nothing to switch).
-        options: keywords of `Gossip`.
     """
 
 
@@ -142,7 +138,6 @@ class GossipAdamW(Named, rule="dadam", lr=1e-3, weight_decay=0.01, shared=True):
 
     Args:
         params: parameters, or groups of them, also with their own "betas", "eps" and "weight_decay".
-        lr: learning rate.
         topology: as in GossipSGD; on a ring it learns better than on graphs with one neighbour per round.
         betas: of the two moments.
         eps: added to the root of the second moment.
@@ -150,7 +145,6 @@ class GossipAdamW(Named, rule="dadam", lr=1e-3, weight_decay=0.01, shared=True):
         shared: gossip gradients, too, before anything is made of them; False sends one vector less, and learns more
             slowly (docs/language.md); "v" gossips the second moment instead.
         order: as in GossipSGD.
-        options: keywords of `Gossip`.
     """
 
 

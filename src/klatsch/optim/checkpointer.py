@@ -11,8 +11,7 @@ from __future__ import annotations
 import json
 import random
 import secrets
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,7 +27,7 @@ from klatsch.files import folder_for
 from klatsch.optim import groups
 from klatsch.optim.gossip import Gossip
 from klatsch.optim.hosts import cut_along, piece
-from klatsch.optim.post import DTYPES, Post
+from klatsch.optim.post import DTYPES, Post, packed, unpacked
 from klatsch.ranks import saved
 from klatsch.ranks.agreement import told
 from klatsch.ranks.failures import NonFiniteError, shown, warn
@@ -141,9 +140,9 @@ class Checkpointer:
             try:
                 choice, read, drawn = self._opened(files)
             except RuntimeError:
-                if not optimizer.host.all(post.misses_some):
+                if not optimizer.host.all(any(map(post.crew.is_out, post.epoch.members))):
                     raise
-                optimizer.go_on(None, 0, 0, 0, anew=True)  # and look again, without those who have died
+                optimizer.go_on(None, 0, 0, 0, anew=True)  # and look again, without members that have died
                 continue
             if choice is None:
                 break
@@ -502,44 +501,6 @@ def _load_module(module: nn.Module, state: dict[str, Any], optimizer: Gossip) ->
         for key in cut.keys() & state.keys():
             cut[key].copy_(state[key])
     module.load_state_dict({key: v for key, v in state.items() if key not in cut}, strict=False)
-
-
-# --- plain data and tensors, without pickle -------------------------------------------------------------------------
-
-
-def packed(value: object, tensors: dict[str, Tensor], path: str) -> object:
-    """A nested value as data that JSON can hold; tensors go into `tensors`, by their path."""
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, np.generic):
-        return value.item()
-    if isinstance(value, Tensor):
-        tensors[path] = value
-        return {"tensor": path}
-    if isinstance(value, list | tuple):
-        inner = [packed(each, tensors, f"{path}.{k}") for k, each in enumerate(value)]
-        return {"list" if isinstance(value, list) else "tuple": inner}
-    if isinstance(value, dict) and all(isinstance(key, str | int | float) for key in value):
-        pairs = [[key, packed(each, tensors, f"{path}.{key}")] for key, each in value.items()]
-        return {"counter" if isinstance(value, Counter) else "dict": pairs}
-    raise ValueError(
-        f"{path} is a {type(value).__name__}, which a checkpoint cannot hold; keep numbers, texts, lists, dictionaries "
-        "and tensors in its state_dict()"
-    )
-
-
-def unpacked(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """The value that `packed` packed."""
-    if not isinstance(value, dict):
-        return value
-    ((kind, inner),) = value.items()
-    if kind == "tensor":
-        return tensors[inner]
-    if kind in ("dict", "counter"):
-        pairs = {key: unpacked(each, tensors) for key, each in inner}
-        return Counter(pairs) if kind == "counter" else pairs
-    items = [unpacked(each, tensors) for each in inner]
-    return items if kind == "list" else tuple(items)
 
 
 def get_generators(device: torch.device) -> dict[str, object]:

@@ -27,7 +27,7 @@ from klatsch.optim.points import Watch, model_of
 from klatsch.optim.post import Own, Post, crew_of, graphs_of, held_by, rescaled
 from klatsch.optim.share import Share
 from klatsch.optim.watched import MOST_SKIPPED, Watched
-from klatsch.ranks.agreement import everyone_of, group_of, ranks_of
+from klatsch.ranks.agreement import agree, everyone_of, group_of, ranks_of
 from klatsch.ranks.assembly import assembled
 from klatsch.ranks.edges import Edges
 from klatsch.ranks.failures import LinkError, NonFiniteError, reason, warn
@@ -36,7 +36,7 @@ from klatsch.ranks.mailbox import Memory
 from klatsch.rules import Rule, State
 from klatsch.rules.base import checked, rate
 from klatsch.topology import Topology
-from klatsch.watch.sinks import Given, sinks_of
+from klatsch.watch.events import Given, sinks_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -177,18 +177,16 @@ class Gossip(Watched, Joinable, JoinHook):
         settings |= {"weight": "left out" if weight is None else "given", "catch_up": f"{catch_up}"}
         self.process_group, self.post = group, None  # post: in a crew that changes
         if member is not None:
-            told = f"{graph}, every={every}, late={late}, wire={wire}"
-            told_by_all = basic | groups.facts(rule, told, self.param_groups) | settings
-            self.post = Post(member, graphs_of(graph, rule, made), told_by_all, float(timeout), weight, self.host)
+            facts = basic | groups.facts(rule, f"{graph}, every={every}, late={late}, wire={wire}", self.param_groups)
+            self.post = Post(member, graphs_of(graph, rule, made), facts | settings, float(timeout), weight, self.host)
             weakref.finalize(self, self.post.close)
             self._stand(self.post)
         else:
             self.topology, self.everyone = made(graph, len(ranks)), everyone_of(group, timeout)
             self.rule, self.rank = rule.on(self.topology), self.everyone.rank
-            self.everyone.agree(basic)
-            settings |= {"backend": backend(group, self.device)}
             told = f"{self.topology!r} {self.topology.fingerprint[:16]}"
-            self.everyone.agree(groups.facts(self.rule, told, self.param_groups) | settings)
+            facts = basic | groups.facts(self.rule, told, self.param_groups)
+            agree(self.everyone.told, facts | settings | {"backend": backend(group, self.device)})
         self._weight, self.stretch = 1.0, 1.0
         names, dtypes = groups.names(self.param_groups), dict.fromkeys(p.dtype for p in trained)
         by_dtype = [[p for p in trained if p.dtype == dtype] for dtype in dtypes]
@@ -334,7 +332,6 @@ class Gossip(Watched, Joinable, JoinHook):
         groups.check_values(param_group, self.defaults)
 
     def _round(self, factor: float) -> None:
-        """One round with gradients times a factor."""
         told = self.host.together(self.rounds + 1, partial(self._take_in, factor), 2)
         if self.host.slices and len({checksum for _, checksum in told}) > 1:
             raise ValueError(f"the ranks of this host have different gradients; {hosts.SAME}")
@@ -384,10 +381,8 @@ class Gossip(Watched, Joinable, JoinHook):
         before = post.epoch, post.topology, self._links
         self._close()
         epoch = post.resumed(rounds, place)
-        if post.crew.member not in epoch.members:
-            post.go()
+        if not post.moves_to(epoch):
             return False
-        post.take(epoch)
         self._stand(post)
         unbroken = len(epoch.members) == size and not epoch.newcomers
         if unbroken and content is not None:
@@ -415,9 +410,8 @@ class Gossip(Watched, Joinable, JoinHook):
             held, old = held_by(self.vectors(), self._frozen, self.param_groups, post.training), self._links
             before, memories = (post.epoch, post.topology, old), self.content()["memories"]
             self._close()
-            if post.crew.member not in epoch.members:
-                return post.go()
-            post.take(epoch)
+            if not post.moves_to(epoch):
+                return
             self._stand(post)
             self._take_over(post, self.shares, None if post.is_new else (held, before), memories)
             if post.left:
@@ -451,12 +445,16 @@ class Gossip(Watched, Joinable, JoinHook):
                 hosts.piece(parameter.data).copy_(values)
             for group, given in zip(self.param_groups, options, strict=True):
                 group.update(given)
-        links.tell_pace(rounds, self._taken)
+        self._has_gone_on(rounds)
+        if self._finished:
+            links.membership.finish(rounds, leave=False)
+
+    def _has_gone_on(self, rounds: int) -> None:
+        """Be at a round, with the state after it and the options that groups had then."""
+        self._links.tell_pace(rounds, self._taken)
         self._met = rounds
         if self._follow:
             self._scheduled = self._follow[0]["lr"]
-        if self._finished:
-            links.membership.finish(rounds, leave=False)
 
     def _catch_up(self) -> None:
         """Catch up with the foremost neighbour, if it would have to wait for this rank during the next gradient.
@@ -654,7 +652,7 @@ class Gossip(Watched, Joinable, JoinHook):
         vectors, memories = rescaled(self.rule, content), [{}] * len(self.shares) if anew else content["memories"]
         for group, other in zip(self.param_groups, content["groups"], strict=True):
             group.update(other)
-        self.everyone.agree({"round to go on from": str(rounds), "rounds done before": str(self.rounds)})
+        agree(self.everyone.told, {"round to go on from": str(rounds), "rounds done before": str(self.rounds)})
         if self.rounds > 0:  # messages of the rounds before are on their way
             before, links = self._links, self._new_links()
             self._close()
@@ -671,11 +669,9 @@ class Gossip(Watched, Joinable, JoinHook):
         differ = [share.node.meet(self.everyone) for share in self.shares]
         if any(differ) and self.rank == 0:
             warn(f"round {rounds}: ranks had lost each other when they were saved; their int8 copies begin anew")
-        self._links.tell_pace(rounds, self._taken)
+        self._has_gone_on(rounds)
         self._show("output" if self._apart and self._holds != "query" else "query")
-        self._finished, self._met = False, rounds
-        if self._follow:
-            self._scheduled = self._follow[0]["lr"]
+        self._finished = False
         if "counted" in content:  # as before a restart
             links = self._links
             links.bytes_sent, links.seconds_waited, self.skipped, self.caught_up = content["counted"]

@@ -8,7 +8,8 @@ pieces of the parameters anyway, and talks for these.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -54,11 +55,8 @@ class Host:
         except Exception as error:
             failure = error
         row = torch.tensor([float(failure is not None), *numbers], dtype=torch.float64)
-        try:
+        with _answered(failure, f" or late in round {t}"):
             rows = gathered(self._control, row)
-        except RuntimeError as error:
-            told = f"a rank of this host is gone or late in round {t} ({reason(error)}); see what ended it"
-            raise failure or RuntimeError(told) from None
         if failure is None and any(row[0] for row in rows):
             failure = RuntimeError(f"another rank of this host has stopped in round {t}; its error says why")
         if failure is not None:
@@ -80,10 +78,8 @@ class Host:
                 found = find()
             except Exception as error:
                 failure = error
-        try:
+        with _answered(failure):
             rows = told(group, [note(), found, failure and reason(failure)])
-        except RuntimeError as error:
-            raise failure or _without(error) from None
         if failure is not None:
             raise failure
         if rows[0][2] is not None:
@@ -93,11 +89,8 @@ class Host:
     def agree(self, facts: Mapping[str, str]) -> None:
         """Check that all ranks of the host say the same, except about their pieces."""
         if self.size > 1:
-            ask = partial(told, self._control)
-            try:
-                agree(ask, {name: text for name, text in facts.items() if name != "pieces"})
-            except RuntimeError as error:
-                raise _without(error) from None
+            with _answered():
+                agree(partial(told, self._control), {n: text for n, text in facts.items() if n != "pieces"})
 
     def all(self, holds: bool) -> bool:
         """Whether something holds on all ranks of the host."""
@@ -115,10 +108,8 @@ class Host:
         if self.slices:
             part = len(padded) // self.size
             own = padded[self.place * part : (self.place + 1) * part].clone()
-            try:
+            with _answered():
                 dist.all_gather([*torch.split(padded, part)], own, group=self.group)
-            except RuntimeError as error:
-                raise _without(error) from None
 
     def start(self, tensor: Tensor) -> None:
         """Copy the first rank's tensor to all, if all have everything."""
@@ -127,14 +118,19 @@ class Host:
 
     def total(self, numbers: Tensor) -> Tensor:
         """The sum of numbers over the ranks of the host."""
-        try:
+        with _answered():
             return summed(self._control, numbers) if self.size > 1 else numbers
-        except RuntimeError as error:
-            raise _without(error) from None
 
 
-def _without(error: RuntimeError) -> RuntimeError:
-    return RuntimeError(f"a rank of this host is gone ({reason(error)}); see what ended it")
+@contextmanager
+def _answered(failure: Exception | None = None, how: str = "") -> Iterator[None]:
+    """Raise this rank's own failure, or say what is missing, where another rank of the host does not answer."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise failure or RuntimeError(
+            f"a rank of this host is gone{how} ({reason(error)}); see what ended it"
+        ) from None
 
 
 def groups_of(mesh: DeviceMesh | None, group: Group) -> tuple[Group, Group]:

@@ -265,7 +265,6 @@ class Watch:
             self.warn("statistics", self._normed)
 
     def warn(self, what: str, of: str = "") -> None:
-        """Warn once."""
         if what not in self.said:
             self.said.add(what)
             warn(WARNINGS[what].format(of))
@@ -438,30 +437,27 @@ def recalibrate(model: nn.Module, batches: Iterable[object]) -> nn.Module:
     if not layers:
         return model
     first = next(model.parameters(), None)
-    statistics = [(buffer, buffer.clone()) for m in layers for buffer in m.buffers(recurse=False)]
-    with ExitStack() as stack:
+    with ExitStack() as stack, ExitStack() as statistics:
         for optimizer in _trainers(model):
             optimizer.watch.said.add("statistics")  # somebody takes care of them
             stack.enter_context(optimizer.averaged())
         for module in model.modules():
             stack.callback(setattr, module, "training", module.training)
         model.eval()
-        try:
-            for layer in layers:
-                stack.callback(setattr, layer, "momentum", layer.momentum)
-                layer.reset_running_stats()
-                layer.momentum = None  # a mean over all batches
-                layer.training = True
-            count = 0
-            for count, batch in enumerate(batches, 1):  # noqa: B007
-                inputs = batch[0] if isinstance(batch, list | tuple) else batch
-                model(inputs.to(first.device) if first is not None and isinstance(inputs, Tensor) else inputs)
-            if count == 0:
-                raise ValueError("batches is empty, or was used up before; give some, such as a DataLoader")
-        except BaseException:
-            for buffer, old in statistics:
-                buffer.copy_(old)
-            raise
+        for layer in layers:
+            for buffer in layer.buffers(recurse=False):
+                statistics.callback(buffer.copy_, buffer.clone())
+            stack.callback(setattr, layer, "momentum", layer.momentum)
+            layer.reset_running_stats()
+            layer.momentum = None  # a mean over all batches
+            layer.training = True
+        count = 0
+        for count, batch in enumerate(batches, 1):  # noqa: B007
+            inputs = batch[0] if isinstance(batch, list | tuple) else batch
+            model(inputs.to(first.device) if first is not None and isinstance(inputs, Tensor) else inputs)
+        if count == 0:
+            raise ValueError("batches is empty, or was used up before; give some, such as a DataLoader")
+        statistics.pop_all()  # keep the new ones
     return model
 
 

@@ -11,6 +11,7 @@ import os
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from datetime import timedelta
@@ -19,6 +20,7 @@ from itertools import count
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -61,8 +63,9 @@ UNREPORTED = ("event", "time", "member", "round", "lag")  # which the registry k
 DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 # States by dtype, frozen parameters, groups' options, and the training that checkpoints are of.
 Held = tuple[list[State], list[Tensor], list[dict[str, float]], Training]
+Before = tuple[Epoch, Topology, GlooLinks]  # the epoch before, its graph, and its links, which are closed
+Own = tuple[Held, Before]
 Handler = signal.Handlers | Callable[[int, FrameType | None], object]
-Kind = tuple[list[int], str]  # the shape and dtype of a tensor
 
 
 def crew_of(given: str | None, group: Ranks, mesh: DeviceMesh | None) -> tuple[Crew | None, Ranks]:
@@ -70,9 +73,9 @@ def crew_of(given: str | None, group: Ranks, mesh: DeviceMesh | None) -> tuple[C
     address = os.environ.get(ADDRESSES) if given is None else given
     if not address:
         return None, None
-    if group is not None and given is not None:
-        raise ValueError(f"crew = {given!r} and a group are given; give one of them")
     if group is not None:
+        if given is not None:
+            raise ValueError(f"crew = {given!r} and a group are given; give one of them")
         remedy = f"leave it out, or unset {ADDRESSES}, which klatsch crew join sets"
         raise ValueError(f"{ADDRESSES} = {address!r} says to join a crew, but a group is given; {remedy}")
     inside = inside_of(mesh)
@@ -104,11 +107,6 @@ def graphs_of(given: str | Topology, rule: Rule, made: Callable[[str, int], Topo
     else:
         made(given, size)
     return graph
-
-
-Before = tuple[Epoch, Topology, GlooLinks]  # the epoch before, its graph, and its links, which are closed
-
-Own = tuple[Held, Before]
 
 
 class Post:
@@ -147,15 +145,18 @@ class Post:
         store = PrefixStore(f"epoch{epoch.number}/{self._host.place}", self.crew.store)
         self.everyone = Everyone(store, self.rank, len(epoch.members), self._timeout, epoch.members)
 
+    def moves_to(self, epoch: Epoch) -> bool:
+        """Be a node of an epoch, or out of the crew if this member is not in it."""
+        if self.crew.member in epoch.members:
+            self.take(epoch)
+        else:
+            self.go()
+        return not self.left
+
     @property
     def is_new(self) -> bool:
         """Whether it has no state of its own yet."""
         return self.crew.member in self.epoch.newcomers
-
-    @property
-    def misses_some(self) -> bool:
-        """Whether members of the epoch have died."""
-        return any(map(self.crew.is_out, self.epoch.members))
 
     def links(self, device: torch.device, catch_up: bool) -> GlooLinks:
         """New links to the neighbours of this epoch."""
@@ -203,11 +204,15 @@ class Post:
                 return crew.before(rounds + 1)
             except Dropped as error:
                 self.tell("dropped", why=str(error))
-                if not (error.again or crew.leaving):
-                    raise
-                warn(str(error))
+                self._accept(error)
         links.edges.close_all()  # nobody waits for it
         return self.join_again(rounds)
+
+    def _accept(self, dropped: Dropped) -> None:
+        """Be out for now, or for good if this member may not join again and has not asked to leave."""
+        if not (dropped.again or self.crew.leaving):
+            raise dropped
+        warn(str(dropped))
 
     def report(self, event: Event) -> None:
         """A sink of events: tell the registry how this member is doing."""
@@ -307,11 +312,7 @@ class Post:
 
     def begin_again(self) -> None:
         """Be a newcomer that holds nothing, unless a signal has asked it to leave."""
-        epoch = self._agreed(self._anew)
-        if epoch is not None and self.crew.member in epoch.members:
-            self.take(epoch)
-        else:
-            self.go()
+        self.moves_to(self._agreed(self._anew) or NOBODY)
 
     def _anew(self) -> Epoch:
         if self._in_vain > 1:  # others must not begin an epoch for it all the time
@@ -328,9 +329,7 @@ class Post:
             try:
                 return self.crew.resume(rounds, place)
             except Dropped as error:
-                if not (error.again or self.crew.leaving):
-                    raise
-                warn(str(error))
+                self._accept(error)
                 return self.join_again(0)
 
         return self._agreed(find) or NOBODY
@@ -372,7 +371,7 @@ class Post:
             return states, ledgers, share
         try:
             with assembled(links, t, f"epoch {self.epoch.number}") as everyone:
-                found = [
+                sums = [
                     {name: everyone.mean_and_debts(state[name].cpu()) for name in one.means}
                     for one, state in zip(handovers, states, strict=True)
                 ]
@@ -381,8 +380,8 @@ class Post:
             warn(f"epoch {self.epoch.number}: sums over the crew begin anew ({reason(error)})")
             abandon(links, t, reason(error))  # those who have not noticed need not wait
             states = [one.zeroed(state) for one, state in zip(handovers, states, strict=True)]
-            settled, found = None, []
-        for k, told in enumerate(found):
+            settled, sums = None, []
+        for k, told in enumerate(sums):
             means = {name: mean.to(states[k][name]) for name, (mean, _) in told.items()}
             owed = {(peer, name): v for name in told if name in nodes[k].owes for peer, v in told[name][1].items()}
             states[k] = handovers[k].settled(states[k], means)
@@ -449,23 +448,21 @@ def _received(links: GlooLinks, t: int, peer: int) -> Held:
     take = partial(_pass, links, t, peer, True)
     (length,) = take([torch.empty(1, dtype=torch.int64)])
     (text,) = take([torch.empty(int(length), dtype=torch.uint8)])
-    fields, frozen, options, training = json.loads(text.numpy().tobytes())
-    states = [dict(zip(some, take(map(_empty, some.values())), strict=True)) for some in fields]
-    return states, take(map(_empty, frozen)), options, tuple(training)
+    held, kinds = json.loads(text.numpy().tobytes())
+    tensors = take(torch.empty(shape, dtype=DTYPES[dtype]) for shape, dtype in kinds.values())
+    states, frozen, options, training = unpacked(held, dict(zip(kinds, tensors, strict=True)))
+    return states, frozen, options, training
 
 
 def _give(links: GlooLinks, t: int, peer: int, held: Held) -> None:
     """Give a newcomer what it goes on from, if it wants it."""
-    give = partial(_pass, links, t, peer, False)
-    states, frozen, options, training = held
-    fields = [{name: _kind(v) for name, v in state.items()} for state in states]
-    header = json.dumps([fields, [*map(_kind, frozen)], options, training]).encode()
+    tensors: dict[str, Tensor] = {}
+    header = packed(held, tensors, "held"), {name: [list(v.shape), str(v.dtype)] for name, v in tensors.items()}
+    text = torch.frombuffer(bytearray(json.dumps(header).encode()), dtype=torch.uint8)
     try:
         (wants,) = _pass(links, t, peer, True, [torch.tensor([False])])
         if wants:
-            give([torch.tensor([len(header)]), torch.frombuffer(bytearray(header), dtype=torch.uint8)])
-            give([v for state in states for v in state.values()])
-            give(frozen)
+            _pass(links, t, peer, False, [torch.tensor([len(text)]), text, *tensors.values()])
     except LinkError as error:
         with suppress(LinkError):
             links.lose(error)
@@ -480,9 +477,39 @@ def _pass(links: GlooLinks, t: int, peer: int, incoming: bool, tensors: Iterable
     return whole
 
 
-def _kind(v: Tensor) -> Kind:
-    return list(v.shape), str(v.dtype)
+# --- plain data and tensors, without pickle -------------------------------------------------------------------------
 
 
-def _empty(kind: Kind) -> Tensor:
-    return torch.empty(kind[0], dtype=DTYPES[kind[1]])
+def packed(value: object, tensors: dict[str, Tensor], path: str) -> object:
+    """A nested value as data that JSON can hold; tensors go into `tensors`, by their path."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, Tensor):
+        tensors[path] = value
+        return {"tensor": path}
+    if isinstance(value, list | tuple):
+        inner = [packed(each, tensors, f"{path}.{k}") for k, each in enumerate(value)]
+        return {"list" if isinstance(value, list) else "tuple": inner}
+    if isinstance(value, dict) and all(isinstance(key, str | int | float) for key in value):
+        pairs = [[key, packed(each, tensors, f"{path}.{key}")] for key, each in value.items()]
+        return {"counter" if isinstance(value, Counter) else "dict": pairs}
+    raise ValueError(
+        f"{path} is a {type(value).__name__}, which a checkpoint cannot hold; keep numbers, texts, lists, dictionaries "
+        "and tensors in its state_dict()"
+    )
+
+
+def unpacked(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """The value that `packed` packed."""
+    if not isinstance(value, dict):
+        return value
+    ((kind, inner),) = value.items()
+    if kind == "tensor":
+        return tensors[inner]
+    if kind in ("dict", "counter"):
+        pairs = {key: unpacked(each, tensors) for key, each in inner}
+        return Counter(pairs) if kind == "counter" else pairs
+    items = [unpacked(each, tensors) for each in inner]
+    return items if kind == "list" else tuple(items)

@@ -101,7 +101,6 @@ class ElasticSampler(Sampler[list[int]]):
         return {"round": self._last} | self._facts
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on from a state."""
         for name, value in self._facts.items():
             if state.get(name) != value:
                 raise ValueError(

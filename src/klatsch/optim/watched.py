@@ -24,8 +24,7 @@ from klatsch.ranks.failures import LinkError, QuorumError, reason, shown, warn
 from klatsch.ranks.links import GlooLinks
 from klatsch.rules import Rule
 from klatsch.topology import Topology
-from klatsch.watch.events import Log, Sink
-from klatsch.watch.sinks import ABOUT, ROW
+from klatsch.watch.events import ABOUT, ROW, Log, Sink
 
 MOST_SKIPPED = 100  # events of rounds without gradient; rounds tell how many there were
 # Reserved names, which numbers of users do not have.
@@ -51,7 +50,6 @@ class Diary:
         self._links: GlooLinks | None = None
 
     def tell(self, kind: str, **facts: object) -> None:
-        """Emit an event."""
         self.log.emit(kind, self.member, **{"round": self.rounds} | facts)
 
     def stand(self, member: str, members: Sequence[str], epoch: int, links: GlooLinks) -> None:
@@ -87,7 +85,6 @@ class Diary:
             self.tell("lost", round=failure.round, neighbour=name, why=failure.why)
 
     def tell_round(self, **numbers: object) -> None:
-        """Tell of a round."""
         links, now = self._links, time.monotonic()
         assert links is not None
         counts = {"bytes": links.bytes_sent, "waited": round(links.seconds_waited, 6)}

@@ -50,12 +50,7 @@ class Everyone:
         ]
         return torch.stack(rows).sum(0)
 
-    def agree(self, facts: Mapping[str, str]) -> None:
-        """Check that all ranks have the same facts."""
-        agree(self.told, facts)
-
     def _gathered(self, data: bytes) -> list[bytes]:
-        """Every rank's bytes."""
         self._told += 1
         keys = [f"told/{self._told}/{name}" for name in self._names]
         try:
@@ -64,8 +59,6 @@ class Everyone:
             rows = values(self.store, keys)
         except RuntimeError as error:
             raise absent(self.rank, self.size, self.timeout, error) from None
-        with suppress(RuntimeError):  # all have read what was told before
-            self.store.delete_key(f"told/{self._told - 1}/{self._names[self.rank]}")
         return [rows[key] for key in keys]
 
 
@@ -139,15 +132,20 @@ def group_of(group: Group, timeout: float) -> dist.ProcessGroup:
 
 def agree(tell: Callable[[object], list[Any]], facts: Mapping[str, str]) -> None:
     """Check that all ranks have the same facts (texts by name); if not, every rank raises and says who has what."""
-    short = {name: text if len(text) <= SHOWN else f"{text[:SHOWN]}..." for name, text in facts.items()}
-    rows = tell({n: [hashlib.sha256(text.encode()).hexdigest(), short[n]] for n, text in facts.items()})
+    rows = tell(brief(facts))
     for name in dict.fromkeys(name for row in rows for name in row):
-        ranks: dict[tuple[str, str], list[int]] = {}  # by hash and text
+        ranks: dict[str, list[int]] = {}  # by text
         for rank, row in enumerate(rows):
-            ranks.setdefault(tuple(row.get(name, ("", "nothing"))), []).append(rank)
+            ranks.setdefault(row.get(name, "nothing"), []).append(rank)
         if len(ranks) > 1:
-            sides = "; ".join(f"{who(some)} {text}" for (_, text), some in ranks.items())
+            sides = "; ".join(f"{who(some)} {text}" for text, some in ranks.items())
             raise ValueError(f"the ranks do not agree on the {name}: {sides}; make them the same everywhere")
+
+
+def brief(facts: Mapping[str, str]) -> dict[str, str]:
+    """Texts by name, long ones as their beginnings and hashes."""
+    hashes = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in facts.items() if len(text) > SHOWN}
+    return {n: f"{text[:SHOWN]}... ({hashes[n][:16]})" if n in hashes else text for n, text in facts.items()}
 
 
 def told(group: Group, value: object) -> list[Any]:

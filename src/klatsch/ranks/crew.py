@@ -12,7 +12,6 @@ another one at their addresses, which then adopts the epoch that they tell.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import math
 import os
@@ -23,7 +22,6 @@ import socket
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -31,7 +29,7 @@ from typing import Any
 
 from torch._C._distributed_c10d import Store
 
-from klatsch.ranks.agreement import SHOWN
+from klatsch.ranks.agreement import brief
 from klatsch.ranks.failures import warn
 from klatsch.ranks.registry import AHEAD, PATIENCE, TICK, Epoch, Line, Message, address_of, connect
 
@@ -129,10 +127,9 @@ class Crew:
         self._news = threading.Condition()
         self._error: Exception | None = None  # of joining, or that it is out
         self.leaving = False  # whether it has asked to leave
-        self._wants_in = self._closed = False
-        self._alone = False  # whether no registry is there
+        self._wants_in, self._ended = False, threading.Event()
+        self.alone = False  # whether no registry is there: training goes on, and nothing changes
         self._report: Message = {}
-        self._outbox: deque[Message] = deque()
         self._answers: dict[int, Message | None] = {}  # to questions about keys; None while there is none
         self._numbers = itertools.count()
         self._gone: set[str] = set()
@@ -142,9 +139,6 @@ class Crew:
         self._line: Line | None = self._first_line()
         self.address: str = self._line.socket.getsockname()[0]
         self.quorum = self._line.quorum
-        self._woken, self._wake = socket.socketpair()
-        self._woken.setblocking(False)
-        self._wake.setblocking(False)
         _crews.add(self)
         self._listen()
         self._thread = threading.Thread(target=self._run, name="klatsch-crew", daemon=True)
@@ -171,8 +165,7 @@ class Crew:
                 then go on from what they hold, and the others are newcomers.
         """
         with self._news:
-            self._facts = {name: _brief(text) for name, text in facts.items()}
-            self._rounds, self._error = int(rounds), None
+            self._facts, self._rounds, self._error = brief(facts), int(rounds), None
             self._wants_in, self._report = True, {}
             self._ask_to_join()
             self._wait_for(lambda: self._calendar.epoch, "to join the crew")
@@ -199,9 +192,9 @@ class Crew:
 
     def _wait_for(self, happened: Callable[[], object], what: str) -> None:
         """Wait for news, and say so if it takes long."""
-        while not self._news.wait_for(lambda: self._error or happened() or (self.leaving and self._alone), SILENCE):
+        while not self._news.wait_for(lambda: self._error or happened() or (self.leaving and self.alone), SILENCE):
             where = ", ".join("{}:{}".format(*address) for address in self._addresses)
-            why = "no registry answers" if self._alone else "the registry waits; klatsch crew status says what for"
+            why = "no registry answers" if self.alone else "the registry waits; klatsch crew status says what for"
             warn(f"still waiting {what} at {where}: {why}")
         if self._error is not None:
             raise self._error
@@ -220,15 +213,16 @@ class Crew:
             epoch, newest = self._calendar.begin(t), self._calendar.newest
             self._changing = epoch is not None or t == 1  # before the first round, it may resume from a checkpoint
             self._answer_proposal()
-            if self.leaving and self._alone and newest is not None:  # nobody is there to agree with
+            if self.leaving and self.alone and newest is not None:  # nobody is there to agree with
                 return newest._replace(members=tuple(name for name in newest.members if name != self.member), start=t)
             return epoch
 
     def _answer_proposal(self) -> None:
         """Answer one that came while a change was being made."""
         if self._proposal is not None and not self._changing and not self._calendar.coming:
-            proposal, self._proposal = self._proposal, None
-            self._send(self._calendar.hear(proposal))
+            if answer := self._calendar.hear(self._proposal):
+                self._send(answer)
+            self._proposal = None
 
     def expects_change(self, seconds: float) -> bool:
         """Wait, at most for some seconds, until the next epoch is fixed, or this member is out.
@@ -247,27 +241,21 @@ class Crew:
     def leave(self) -> None:
         """Ask to leave, also from a handler of signals: `before` will return an epoch that this member is not in.
 
-        Without a registry that is the next round, and the others take it for a death.
+        The thread tells the registry. Without one that is the next round, and the others take it for a death.
         """
         self.leaving = True
-        if self.leads:
-            self._send({"op": "leave"})
 
     def report(self, report: Mapping[str, object]) -> None:
         """How it is doing, for `klatsch crew status`."""
         self._report = {**self._report, **report}
 
     def close(self) -> None:
-        """Close the connection."""
-        self._closed = True
-        self._send(None)
+        self._ended.set()
+        if line := self._line:
+            with suppress(OSError):  # it is closed, as in a process that was forked
+                line.socket.shutdown(socket.SHUT_RDWR)  # which ends the thread's waiting
         if threading.current_thread() is not self._thread:
             self._thread.join()
-
-    @property
-    def connected(self) -> bool:
-        """Whether a registry is there; without one, training goes on, and nothing changes."""
-        return not self._alone
 
     def ask(self, do: str, seconds: float, **question: Any) -> Any:
         """Ask the registry's store."""
@@ -278,7 +266,7 @@ class Crew:
             self._send({"op": "keys", "do": do, "id": number, "seconds": float(seconds), **question})
             try:
                 in_time = self._news.wait_for(
-                    lambda: self._answers.get(number, True) or names & self._gone or self._alone, seconds
+                    lambda: self._answers.get(number, True) or names & self._gone or self.alone, seconds
                 )
                 answer = self._answers.get(number)
             finally:
@@ -290,73 +278,55 @@ class Crew:
             raise RuntimeError(f"{do} {', '.join(question.get('keys', [question.get('key', '')]))}: {why}")
         return answer["value"]
 
-    def _send(self, message: Message | None) -> None:
-        """Have the thread send a message; a signal may interrupt this anywhere."""
-        if message is not None:
-            self._outbox.append(message)
-        with suppress(BlockingIOError, OSError):  # it will wake up anyway, or is closed
-            self._wake.send(b"\0")
+    def _send(self, message: Message) -> None:
+        """Send a message; if the line is broken or gone, the next one says again what matters."""
+        if line := self._line:
+            with suppress(OSError):
+                line.send(message)
 
     # --- the thread --------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while not self._closed:
-            if line := self._line:
-                with suppress(Exception):  # whatever comes over it, there may be a better one
-                    self._talk(line)
-                self._line = None
-                line.socket.close()
-            if not self._closed:
-                self._line = self._next_line()
-        unused = (self._line.socket,) if self._line else ()  # made while the crew was being closed
-        for end in (self._woken, self._wake, *unused):
-            end.close()
+        while line := self._line:
+            with suppress(Exception):  # whatever comes over it, there may be a better one
+                self._talk(line)
+            self._line = None
+            line.socket.close()
+            self._look_for_a_line()
 
-    def _next_line(self) -> Line | None:
+    def _look_for_a_line(self) -> None:
         """Another line to a registry. While it looks for one, training goes on for a few rounds only."""
         with self._news:
             promised = self._calendar.bound < math.inf
             self._calendar.promise()
             self._forget_questions()
         lost = time.monotonic()
-        while not self._closed:
+        while not self._ended.is_set():
             with suppress(OSError, ValueError):
                 line = connect(self._addresses, self._token, PATIENCE / 2)
-                self._alone, self.quorum = False, line.quorum
+                self.alone, self.quorum = False, line.quorum
                 with self._news:
+                    self._line = line
                     self._forget_questions()
                     self._listen()
                     if self._calendar.newest is not None:
                         self._return(line)
                     elif self._wants_in and self._error is None:
                         self._ask_to_join()
-                return line
+                return
             # A change that was proposed may have been agreed on: a new registry would know.
             with self._news:
                 if not promised or time.monotonic() > lost + 2 * PATIENCE:
                     self._calendar.bound = math.inf
-                self._alone = True
+                self.alone = True
                 self._news.notify_all()
-            self._pause()
-        return None
+            self._ended.wait(RETRY)
 
     def _forget_questions(self) -> None:
         """What was asked on a line that is gone has no answer, and needs none."""
         self._proposal = None
-        self._outbox.clear()
         self._answers.clear()
         self._news.notify_all()
-
-    def _pause(self) -> None:
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._woken, selectors.EVENT_READ)
-            selector.select(RETRY)
-            self._is_woken()
-
-    def _is_woken(self) -> None:
-        with suppress(BlockingIOError):
-            while self._woken.recv(1 << 12):
-                pass
 
     def _listen(self) -> None:
         if not self.leads:
@@ -380,25 +350,22 @@ class Crew:
 
     def _talk(self, line: Line) -> None:
         """Pass on messages, both ways, until the line breaks."""
-        spoken, heard, told = 0.0, time.monotonic(), self._report
+        spoken, heard, told, has_left = 0.0, time.monotonic(), self._report, not self.leads
         with selectors.DefaultSelector() as selector:
             selector.register(line.socket, selectors.EVENT_READ)
-            selector.register(self._woken, selectors.EVENT_READ)
-            while not self._closed:
+            while not self._ended.is_set():
                 now = time.monotonic()
                 if now > heard + line.timeout:
                     raise TimeoutError
                 if now > spoken + line.timeout / 4 or (self._report is not told and now > spoken + TICK):
                     spoken, told = now, self._report
                     line.send({"op": "beat", "round": self._calendar.begun, "report": told})
-                while self._outbox:
-                    line.send(self._outbox.popleft())
-                for key, _ in selector.select(min(TICK, line.timeout / 8)):
-                    if key.fileobj is self._woken:
-                        self._is_woken()
-                    else:
-                        line.take()
-                        heard = time.monotonic()
+                if self.leaving and not has_left:
+                    has_left = True
+                    line.send({"op": "leave"})
+                if selector.select(min(TICK, line.timeout / 8)):
+                    line.take()
+                    heard = time.monotonic()
                 while messages := line.arrived():
                     with self._news:
                         self._hear(line, messages[0])
@@ -448,46 +415,20 @@ class CrewStore(Store):
         return self._crew.ask(do, self._seconds if seconds is None else seconds, **question)
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """How long to wait for an answer."""
         self._seconds = timeout.total_seconds()
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Set a key."""
-        self._ask("set", key=key, value=_text(value))
+        self._ask("set", key=key, value=value if isinstance(value, str) else bytes(value).decode("latin-1"))
 
     def get(self, key: str) -> bytes:
-        """The value of a key, once there is one."""
         return bytes(self._ask("get", keys=[key])[0], "latin-1")
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait until all keys are there."""
         for key in keys:  # what all have told may be too long for one message
             self._ask("get", None if timeout is None else timeout.total_seconds(), keys=[key])
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all keys are there."""
         return bool(self._ask("check", keys=list(keys)))
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a whole number, which is 0 at first."""
         return int(self._ask("add", key=key, value=amount))
-
-    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        """Set a key if it has the expected value; returns the one that it has then."""
-        value = self._ask("compare", key=key, expected=_text(expected), value=_text(desired))
-        return bytes(value, "latin-1")
-
-    def delete_key(self, key: str) -> bool:
-        """Delete a key; whether it was there."""
-        return bool(self._ask("delete", key=key))
-
-    deleteKey = delete_key  # noqa: N815 the name under which PrefixStore asks for it
-
-
-def _brief(fact: str) -> str:
-    """A long text by its beginning and its hash."""
-    return fact if len(fact) <= SHOWN else f"{fact[:100]}... ({hashlib.sha256(fact.encode()).hexdigest()[:16]})"
-
-
-def _text(value: str | bytes) -> str:
-    return value if isinstance(value, str) else bytes(value).decode("latin-1")

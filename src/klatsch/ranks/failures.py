@@ -30,7 +30,6 @@ class LinkError(RuntimeError):
 
     @property
     def remedy(self) -> str:
-        """What to do about it."""
         if self.gone:
             first = "see what ended it (an error, or fewer steps than the others take), resume from a Checkpointer"
         else:

@@ -18,13 +18,15 @@ import json
 import math
 import secrets
 import socket
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from klatsch.files import json_of
+from klatsch.units import counted
 
 Message: TypeAlias = "dict[str, Any]"
 PROTOCOL, PORT = 1, 4711
@@ -48,7 +50,6 @@ class Epoch(NamedTuple):
 
     @classmethod
     def read(cls, told: Sequence[Any]) -> Epoch:
-        """From a message."""
         number, members, newcomers, start = told
         return cls(int(number), tuple(map(str, members)), tuple(map(str, newcomers)), int(start))
 
@@ -108,7 +109,7 @@ class Line:
 
     def __init__(self, address: tuple[str, int], token: bytes, seconds: float) -> None:
         self.socket = socket.create_connection(address, seconds)
-        self._arrived = bytearray()
+        self._arrived, self._sending = bytearray(), threading.Lock()
         try:
             self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             greeting = self.receive()
@@ -125,11 +126,11 @@ class Line:
             raise
 
     def send(self, message: Mapping[str, object]) -> None:
-        """Send a message, or fail within the seconds that the socket was given."""
-        self.socket.sendall(framed(message))
+        """Send a message, from any thread, or fail within the seconds that the socket was given."""
+        with self._sending:
+            self.socket.sendall(framed(message))
 
     def receive(self) -> Message:
-        """The next message."""
         while True:
             for message in self.arrived():
                 return message
@@ -183,15 +184,19 @@ def ask(addresses: Sequence[tuple[str, int]], token: bytes, message: Mapping[str
 # --- who is there -----------------------------------------------------------------------------------------------------
 
 
-class Speaker(Protocol):
+class Speaker:
     """The registry's end of a connection."""
 
-    member: str  # who speaks; empty for one that has not joined
-    address: str
-    heard: float  # when it last sent something
+    def __init__(self, writer: asyncio.StreamWriter) -> None:
+        self.writer, self.member, self.heard = writer, "", time.monotonic()  # member: who speaks, once it has joined
+        self.address: str = writer.get_extra_info("peername")[0]
 
     def send(self, message: Mapping[str, object]) -> None:
-        """Send a message; it may get lost if the connection breaks."""
+        """Send a message, which may get lost if the connection breaks; whoever does not read is shut out."""
+        if self.writer.transport.get_write_buffer_size() > 4 * LARGEST:
+            self.writer.transport.abort()
+        elif not self.writer.is_closing():
+            self.writer.write(framed(message))
 
 
 @dataclass
@@ -283,7 +288,6 @@ class Coordinator:
         self.step(now)
 
     def lost(self, line: Speaker, now: float) -> None:
-        """A connection is gone."""
         self._look(now)
         self._listeners = [other for other in self._listeners if other is not line]
         # One that closes a connection on which it has not spoken for long was cut off, and may live. After a pause of
@@ -360,7 +364,8 @@ class Coordinator:
             self.members = {id_: Member(id_, heard=now) for id_ in known.members} | {m.id: m for m in waiting}
             for given_up in {name for m in waiting for name in m.formers} & {*known.members}:
                 self._forget(self.members[given_up])
-            self.tell(f"epoch {known.number} from round {known.start} is adopted: {_counted(known.members)}")
+            many = counted(len(known.members), "member")
+            self.tell(f"epoch {known.number} from round {known.start} is adopted: {many}")
             self._tell_all({"op": "news", "epoch": known, "gone": []}, (), self._listeners)
         missed = known.number == self.epoch.number - 1 and message["bound"] < self.epoch.start
         member = self.members.get(name)
@@ -403,17 +408,17 @@ class Coordinator:
         staying = [m for m in present if not m.leaving] or (present if waiting else [])
         again = {name for m in waiting for name in m.formers} & {*self.epoch.members}
         back = again & {name for m in waiting if m.rounds for name in m.formers}  # what they hold is still the crew's
-        counted = [m for m in crew if not m.leaving and (not m.ended or m.id in back)]
+        voters = [m for m in crew if not m.leaving and (not m.ended or m.id in back)]
         ready = [m for m in present if m.resumes]
-        at_hand = [bool(m.line) or m.id in back for m in counted]
+        at_hand = [bool(m.line) or m.id in back for m in voters]
         mends = self._mends(present, now)
         if not away and len(staying) == len(crew) and not waiting and not ready and not mends:
             self.waits_for = self._broken
         elif not all(self._is_out(m, now) for m in away):
             self.waits_for = f"{', '.join(m.id for m in away)} may return"
         elif not self._is_quorum(at_hand):
-            lost = ", ".join(m.id for m, is_at_hand in zip(counted, at_hand, strict=True) if not is_at_hand)
-            share = f"{sum(at_hand)} of {len(counted)} members are there"
+            lost = ", ".join(m.id for m, is_at_hand in zip(voters, at_hand, strict=True) if not is_at_hand)
+            share = f"{sum(at_hand)} of {len(voters)} members are there"
             self.waits_for = f"{share}, and quorum = {self.quorum:g} asks for more; wait for or drop {lost}"
         elif not present and not again and (not waiting or len(waiting) < self.least):
             self.waits_for = f"{len(waiting)} of {max(self.least, 1)} members are there"
@@ -483,7 +488,8 @@ class Coordinator:
         self._tell_all({"op": "news", "epoch": self.epoch, "gone": away}, (), self._listeners)
         self.members = {m.id: m for m in chosen}
         changes = [*(f"-{name}" for name in gone), *(f"+{name}" for name in come)] or ["new edges"]
-        self.tell(f"epoch {self.epoch.number} from round {start}: {_counted(members)} ({', '.join(changes)})")
+        many = counted(len(members), "member")
+        self.tell(f"epoch {self.epoch.number} from round {start}: {many} ({', '.join(changes)})")
 
     def _tell_all(self, message: Mapping[str, object], members: Sequence[Member], *others: Sequence[Speaker]) -> None:
         for line in (*(member.line for member in members if member.line), *chain(*others)):
@@ -505,10 +511,6 @@ class Coordinator:
         if member.id not in self.epoch.members:
             return "waits"
         return "leaves" if member.leaving else "trains" if member.line else "is away"
-
-
-def _counted(members: Sequence[object]) -> str:
-    return f"{len(members)} member{'s' * (len(members) != 1)}"
 
 
 def _is_local(address: str) -> bool:
@@ -537,18 +539,11 @@ class Keys:
                 return self._answer()
             case {"do": "check", "keys": [*keys]}:
                 answer: object = all(key in values for key in keys)
-            case {"do": "delete", "key": str(key)}:
-                answer = values.pop(key, None) is not None
             case {"do": "set", "key": str(key), "value": str(value)}:
                 answer = values[key] = value
             case {"do": "add", "key": str(key), "value": int(value)}:
                 values[key] = str(int(values.get(key, "0")) + value)
                 answer = int(values[key])
-            case {"do": "compare", "key": str(key), "expected": str(expected), "value": str(value)}:
-                # As torch's stores do: what is not there counts as empty.
-                if values.get(key, "") == expected:
-                    values[key] = value
-                answer = values.get(key, expected)
             case _:
                 raise ValueError(f"an unknown message: {message.get('do')!r}")
         if "key" in message:
@@ -576,27 +571,12 @@ class Keys:
             del self._epochs[key]
 
 
-class _Connection:
-    """The registry's end of a connection."""
-
-    def __init__(self, writer: asyncio.StreamWriter) -> None:
-        self.writer, self.member, self.heard = writer, "", time.monotonic()
-        self.address: str = writer.get_extra_info("peername")[0]
-
-    def send(self, message: Mapping[str, object]) -> None:
-        """Whoever does not read is shut out."""
-        if self.writer.transport.get_write_buffer_size() > 4 * LARGEST:
-            self.writer.transport.abort()
-        elif not self.writer.is_closing():
-            self.writer.write(framed(message))
-
-
 class Registry:
     """A server for a crew: connections, keys, and the `Coordinator`."""
 
     def __init__(self, token: bytes, coordinator: Coordinator) -> None:
         self.token, self.coordinator = token, coordinator
-        self._keys, self._lines = Keys(), set[_Connection]()
+        self._keys, self._lines = Keys(), set[Speaker]()
         self._strangers: dict[asyncio.StreamWriter, None] = {}
         self._complained = 0.0
 
@@ -633,7 +613,7 @@ class Registry:
             first.transport.abort()
         known = False
         try:
-            line = _Connection(writer)
+            line = Speaker(writer)
             async with asyncio.timeout(PATIENCE):
                 known = await self._is_known(reader, line)
             self._strangers.pop(writer, None)
@@ -648,7 +628,7 @@ class Registry:
             self._strangers.pop(writer, None)
             writer.close()
 
-    async def _is_known(self, reader: asyncio.StreamReader, line: _Connection) -> bool:
+    async def _is_known(self, reader: asyncio.StreamReader, line: Speaker) -> bool:
         nonce = secrets.token_hex(16)
         line.send({"crew": PROTOCOL, "nonce": nonce})
         answer = await _received(reader, GREETING)
@@ -663,7 +643,7 @@ class Registry:
         line.send({"proof": proof(self.token, "registry", nonces), **choices})
         return True
 
-    async def _listen(self, reader: asyncio.StreamReader, line: _Connection) -> None:
+    async def _listen(self, reader: asyncio.StreamReader, line: Speaker) -> None:
         self._lines.add(line)
         line.heard = time.monotonic()
         try:
@@ -676,7 +656,7 @@ class Registry:
         finally:
             self._lines.discard(line)
 
-    def _handle(self, line: _Connection, message: Message) -> None:
+    def _handle(self, line: Speaker, message: Message) -> None:
         line.heard = now = time.monotonic()
         match message.get("op"):
             case "keys":

@@ -66,8 +66,8 @@ class Round(NamedTuple):
 
 def files(folder: Path) -> list[SavedFile]:
     """All checkpoints of ranks in a folder, by round and rank."""
-    found = [_file(path, int(match[1]), int(match[2] or 0), int(match[3])) for path, match in named(folder)]
-    return sorted(found, key=lambda file: (file.seen.rounds, file.seen.rank, file.place))
+    all_files = [_file(path, int(match[1]), int(match[2] or 0), int(match[3])) for path, match in named(folder)]
+    return sorted(all_files, key=lambda file: (file.seen.rounds, file.seen.rank, file.place))
 
 
 def named(folder: Path) -> list[tuple[Path, re.Match[str]]]:
@@ -86,14 +86,14 @@ def rounds_of(seen: Iterable[Seen]) -> list[Round]:
     for each in seen:
         if not each.trouble:
             held.setdefault((each.training, each.rounds), {})[each.rank] = each
-    found = []
+    best = []
     for (training, rounds), by_rank in held.items():
         # Ranks learn of a loss one after the other, and pieces of a network that fell apart each have their crew.
         crews = {frozenset(each.crew) for each in by_rank.values()}
         size = max(each.size for each in by_rank.values())
         options = [Round(training, rounds, crew, frozenset(by_rank), size) for crew in crews]
-        found.append(min(options, key=lambda option: (option.lacks() > 0, -len(option.crew), sorted(option.crew))))
-    return sorted(found, key=lambda each: each.merit, reverse=True)
+        best.append(min(options, key=lambda option: (option.lacks() > 0, -len(option.crew), sorted(option.crew))))
+    return sorted(best, key=lambda each: each.merit, reverse=True)
 
 
 def inventory(seen: Collection[Seen], ranks: Iterable[int], training: Training) -> str:

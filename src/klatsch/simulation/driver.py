@@ -21,8 +21,7 @@ from klatsch.sealed import REMEDY, CheckpointError
 from klatsch.simulation.record import NODES, Facts, Result, Snapshot, measured
 from klatsch.simulation.roster import Roster
 from klatsch.simulation.stack import Stack
-from klatsch.watch.events import Log
-from klatsch.watch.sinks import Given, sinks_of
+from klatsch.watch.events import Given, Log, sinks_of
 
 PIECE_SECONDS = 0.2  # how often the bar moves and the clock for checkpoints is looked at
 FORMAT = "klatsch simulation 4"  # of checkpoints

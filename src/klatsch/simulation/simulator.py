@@ -28,7 +28,7 @@ from klatsch.simulation.record import Facts, Network, Result, record_points
 from klatsch.simulation.roster import Event, Graphs, Roster
 from klatsch.simulation.stack import GraphStack, PairwiseStack, Prepared, Rates, Stack, StaleStack
 from klatsch.topology import Topology, make
-from klatsch.watch.sinks import Given
+from klatsch.watch.events import Given
 from klatsch.wire.carried import carried
 from klatsch.wire.program import NotTraceableError
 from klatsch.wire.rehearsal import NotAlikeError, Rehearsal

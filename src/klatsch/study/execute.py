@@ -25,8 +25,7 @@ from klatsch.study.choices import Row, screened
 from klatsch.study.spec import Study
 from klatsch.study.store import Store
 from klatsch.study.workers import MOST_LOSSES, Open, Workers, keep_dying
-from klatsch.watch.events import Log
-from klatsch.watch.sinks import Given, sinks_of
+from klatsch.watch.events import Given, Log, sinks_of
 
 BEAT = 5.0  # seconds between two signs of life
 STALE = 7 * 86400.0  # seconds before an unfinished checkpoint counts as abandoned

@@ -11,8 +11,8 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from http.cookies import SimpleCookie
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
@@ -101,7 +101,6 @@ class Feed:
                 self._news.notify_all()
 
     def close(self) -> None:
-        """No more will come."""
         with self._news:
             self.open = False
             self._news.notify_all()
@@ -135,9 +134,7 @@ class PageServer(ThreadingHTTPServer):
     def __init__(self, host: str, port: int, facts: Event) -> None:
         self.feed, self.facts, self.host = Feed(), clean(facts), host
         self.token = "" if is_local(host) else secrets.token_urlsafe(24)
-        self.pages = 0
-        self._free = threading.BoundedSemaphore(CONNECTIONS)
-        self.counting = threading.Lock()
+        self._free, self.pages = threading.BoundedSemaphore(CONNECTIONS), threading.BoundedSemaphore(PAGES)
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
             super().__init__((host, port), _Handler)
@@ -182,7 +179,6 @@ class PageServer(ThreadingHTTPServer):
         self.shutdown_request(request)
 
     def process_request_thread(self, request: Request, client_address: object) -> None:
-        """Serve a client."""
         try:
             super().process_request_thread(request, client_address)
         finally:
@@ -190,18 +186,6 @@ class PageServer(ThreadingHTTPServer):
 
     def handle_error(self, request: Request, client_address: object) -> None:
         """A client that breaks off is no error of ours."""
-
-    @contextmanager
-    def page(self) -> Iterator[bool]:
-        """Count an open page; False if there are too many."""
-        with self.counting:
-            self.pages += 1
-            fits = self.pages <= PAGES
-        try:
-            yield fits
-        finally:
-            with self.counting:
-                self.pages -= 1
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -222,12 +206,14 @@ class _Handler(BaseHTTPRequestHandler):
         elif self.headers.get("Sec-Fetch-Site", "none") not in ("none", "same-origin") and asked.path != "/":
             self._refuse(403, "another site asks for it")
         elif asked.path == "/events":
-            with self.server.page() as fits:
-                if not fits:
-                    return self._refuse(503, "too many pages are open; close one")
+            if not self.server.pages.acquire(blocking=False):
+                return self._refuse(503, "too many pages are open; close one")
+            try:
                 self._begin(200, "text/event-stream")
                 with suppress(OSError):  # it is closed
                     self._tell()
+            finally:
+                self.server.pages.release()
         elif asked.path in FILES:
             name, kind = FILES[asked.path]
             self._begin(200, kind)

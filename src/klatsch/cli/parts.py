@@ -1,7 +1,8 @@
-"""`klatsch topology`: how fast a graph mixes and what a round of it costs."""
+"""`klatsch list`, `topology` and `data`: what runs are made of."""
 
 from __future__ import annotations
 
+import os
 from collections import ChainMap
 from dataclasses import asdict
 from math import prod
@@ -9,11 +10,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.table import Table
 
 from klatsch import catalogue
 from klatsch.cli import terminal
-from klatsch.cli.app import Settings, assigned, chosen, command, parameters_of, setting, split
-from klatsch.cli.terminal import AsJson, option, print_json
+from klatsch.cli.app import (
+    Group,
+    Settings,
+    app,
+    assigned,
+    chosen,
+    command,
+    examples,
+    parameters_of,
+    setting,
+    show_help,
+    split,
+)
+from klatsch.cli.terminal import AsJson, Data, number, option, print_json
 from klatsch.units import size
 
 if TYPE_CHECKING:
@@ -25,6 +39,26 @@ COMPARED = (
 )
 VECTORS = {"dsgd": 1, "dat": 2}  # that a rule sends; importing torch to ask takes longer than the rest
 EXPENDABLE = ("doubly stochastic", "symmetric", "edges", "messages", "period", "exact after", "degree")
+
+
+@command("list", "run --rules gt,dat-gt --set momentum=0.9", name="list")
+def list_names() -> None:
+    """List the rules, topologies and problems, each with the options that --set takes and their defaults."""
+    tables = {
+        "rules, each a product of parts": catalogue.rules(),
+        "parts of rules, and their options": catalogue.parts(),
+        "topologies": catalogue.topologies(),
+        "problems": catalogue.problems(),
+    }
+    for title, entries in tables.items():
+        table = Table(title=title, title_justify="left", title_style="bold", box=None, show_header=False)
+        table.add_column(style="bold", no_wrap=True)
+        table.add_column()
+        table.add_column(style="dim")
+        for name, entry in entries.items():
+            table.add_row(name, *entry)
+        terminal.console().print(table, "")
+    terminal.note(catalogue.CHANNEL)
 
 
 @command(
@@ -99,8 +133,8 @@ def _cells(s: Summary) -> dict[str, tuple[str, str]]:
         **({"wire": (s.wire, "how numbers travel")} if s.wire != "float32" else {}),
         **(held if s.copies else {}),
         "period": (_number(s.period), "rounds until the graphs repeat" if s.period else "drawn anew in every round"),
-        "symmetric": (_yes(s.symmetric), ""),
-        "doubly stochastic": (_yes(s.doubly_stochastic), "keeps the network mean"),
+        "symmetric": ("yes" if s.symmetric else "no", ""),
+        "doubly stochastic": ("yes" if s.doubly_stochastic else "no", "keeps the network mean"),
         "rho": (f"{s.rho:.6g}", "spectral gap per round" + ("" if s.period else ", in the mean square")),
         "rounds to halve": (_number(s.rounds_to_halve), "the disagreement, from the worst start"),
         "exact after": (_number(s.exact_after, "never"), "rounds until all hold the mean"),
@@ -117,13 +151,11 @@ def _print_comparison(summaries: list[Summary], left_out: dict[str, str]) -> Non
     known = [{"topology": (s.name, ""), **_cells(s)} for s in summaries]
     lines = [{heading.replace(" ", "\n"): cells[heading][0] for heading in COMPARED} for cells in known]
     expendable = [heading.replace(" ", "\n") for heading in EXPENDABLE]
-    kept = terminal.print_table(f"{summaries[0].nodes:,} nodes, largest spectral gap rho first", lines, expendable)
+    terminal.print_table(f"{summaries[0].nodes:,} nodes, largest spectral gap rho first", lines, expendable)
     terminal.note(
         f"per node, with {summaries[0].params:,} parameters as {summaries[0].wire}; bytes for DAT-SGD, which sends "
         f"{VECTORS['dat']} vectors where D-SGD sends {VECTORS['dsgd']}"
     )
-    if len(kept) < len(lines[0]):
-        terminal.note(terminal.WIDER)
     for why in left_out.values():
         terminal.note(f"left out: {why}")
 
@@ -137,9 +169,73 @@ def _bytes(s: Summary) -> dict[str, int]:
     return {rule: round(vectors * s.bytes_per_vector) for rule, vectors in VECTORS.items()}
 
 
-def _yes(value: bool) -> str:
-    return "yes" if value else "no"
-
-
 def _number(value: float | None, unknown: str = "-") -> str:
     return unknown if value is None else f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
+
+
+# --- data -------------------------------------------------------------------------------------------------------------
+
+SHOW = "data show -n 8 --alpha 0.1 --draw classes.png"
+data = typer.Typer(
+    cls=Group,
+    help="Fashion-MNIST: where it is, and how it is split over nodes.",
+    epilog=examples("data fetch", SHOW),
+)
+app.add_typer(data, name="data")
+data.callback(invoke_without_command=True)(show_help)
+
+
+def use_folder(folder: Path | None) -> None:
+    """Have this process and its workers read the data set from a folder."""
+    from klatsch.problems import fashion_mnist
+
+    if folder is not None:
+        fashion_mnist.load(folder, download=False)  # a wrong folder fails at once
+        os.environ[fashion_mnist.VARIABLE] = str(folder.resolve())
+
+
+@command("data fetch", "data fetch --data ~/fashion-mnist", to=data)
+def fetch(folder: Data = None) -> None:
+    """Find Fashion-MNIST, download it if it is missing, and verify it."""
+    from klatsch.problems import fashion_mnist
+
+    place = fashion_mnist.find(folder)
+    images = fashion_mnist.load(place)
+    print(f"{len(images.labels):,} images to learn from, {len(images.test_labels):,} to test on, verified, in {place}")
+
+
+@command("data show", SHOW, to=data)
+def show(
+    nodes: Annotated[int, option("Number of nodes.", "-n", "--nodes")] = 8,
+    alpha: Annotated[float, option("Dirichlet label skew: small is skewed.", parser=number)] = 0.1,
+    seed: Annotated[int, option("Seed of the partition.")] = 0,
+    folder: Data = None,
+    draw: Annotated[Path | None, typer.Option(help="Draw the histogram to FILE.png, .svg or .pdf.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show how many images of each class every node gets, as a table or, with --draw, also as a picture."""
+    import numpy as np
+
+    from klatsch import pictures, problems
+    from klatsch.problems import FashionMNIST, fashion_mnist
+
+    if draw is not None:
+        pictures.check_path(draw)
+    labels, classes = fashion_mnist.load(folder).labels.numpy(), fashion_mnist.CLASSES
+    FashionMNIST.check(nodes, alpha=alpha, batch=1, seed=seed)
+    shards = problems.dirichlet(labels, nodes, alpha, seed)
+    counts = np.stack([np.bincount(labels[shard], minlength=len(classes)) for shard in shards])
+    title = f"Fashion-MNIST over {nodes} nodes, alpha = {alpha:g}, seed {seed}: {shards.shape[1]:,} images each"
+    if draw is not None:
+        pictures.save(pictures.classes_of_nodes(counts, classes, title), draw, dpi=160)
+    if as_json:
+        return print_json({"classes": list(classes), "counts": counts.tolist()})
+    lines = [
+        {"node": str(node)}
+        | {name: f"{count:,}" if count else "." for name, count in zip(classes, images, strict=True)}
+        | {"classes": str(np.count_nonzero(images))}
+        for node, images in enumerate(counts)
+    ]
+    terminal.print_table(title, lines)
+    if draw is not None:
+        print(f"drawn to {draw}")
