@@ -77,7 +77,7 @@ def test_checkpoints_kill_9_and_the_same_end(prepared, tmp_path, run_cli, kind):
     """The files of a host's ranks lie beside each other; what travels is in them, too."""
 
     def ends(folder, **options):
-        ranks = Ranks(prepared, tmp_path / folder, SIZE, "rank_hosts.keep_going", kind=kind, rounds=30, **options)
+        ranks = Ranks(prepared, tmp_path / folder, SIZE, "rank_hosts.keep_going", kind=kind, rounds=18, **options)
         codes = ranks.codes()
         if "stop" in options:
             assert codes[-1] == -signal.SIGKILL
@@ -87,10 +87,10 @@ def test_checkpoints_kill_9_and_the_same_end(prepared, tmp_path, run_cli, kind):
         return [torch.load(tmp_path / folder / f"ends-{rank}") for rank in range(SIZE)]
 
     straight = ends("straight")
-    ends("killed", stop=17)
+    ends("killed", stop=12)
     resumed = ends("killed")
     for one, other in zip(straight, resumed, strict=True):
-        assert (one["done"], other["done"]) == (0, 15)
+        assert (one["done"], other["done"]) == (0, 10)
         assert torch.equal(one["shown"], other["shown"])  # bits: same call
         torch.testing.assert_close(one["merged"], (straight[0]["shown"] + straight[2]["shown"]) / 2, rtol=0, atol=1e-6)
     assert not torch.equal(straight[0]["shown"], straight[2]["shown"])
@@ -107,11 +107,11 @@ def test_a_state_for_another_number_of_ranks_per_host(launch, tmp_path):
     What the channel holds is not part of it: then up to what int8 leaves for later rounds.
     """
     run = partial(launch, scenario="rank_hosts.saved_and_loaded")
-    run(SIZE, inside=2, firsts=[0], rounds=20).succeed()
-    run(HOSTS, inside=1, firsts=[20, 0], rounds=40).succeed()
+    run(SIZE, inside=2, firsts=[0], rounds=12).succeed()
+    run(HOSTS, inside=1, firsts=[12, 0], rounds=24).succeed()
     for kind, (channel, near) in product(("ddp before", "fsdp2"), (("plain", 1e-5), ("seldom and small", 3e-3))):
         for host in range(HOSTS):
-            loaded, straight = (torch.load(tmp_path / f"{kind} {channel}" / f"x-{first}-1-{host}") for first in (20, 0))
+            loaded, straight = (torch.load(tmp_path / f"{kind} {channel}" / f"x-{first}-1-{host}") for first in (12, 0))
             torch.testing.assert_close(loaded, straight, rtol=0, atol=near)
 
 

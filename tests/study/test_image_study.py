@@ -74,7 +74,9 @@ def test_on_a_gpu_graphs_of_other_periods_do_not_share_a_stack():
 
 def test_learning_rates_are_chosen_by_accuracy(tmp_path, in_threads, start):
     tiny = {"name": "fashion-mnist", "alpha": 1.0, "test": 500}
-    small = study(nodes=4, topologies="ring", rules=["dsgd"], lr=[1e-9, 0.1], epochs=None, steps=40, problem=tiny)
+    small = study(
+        nodes=4, topologies="ring", rules=["dsgd"], lr=[1e-9, 0.1], seeds=1, epochs=None, steps=40, problem=tiny
+    )
     with Store(tmp_path / "s.sqlite") as store:
         found = run_study(small, store)
         for row in found.rows:
