@@ -77,7 +77,7 @@ def test_checkpoints_kill_9_and_the_same_end(prepared, tmp_path, run_cli, kind):
     """The files of a host's ranks lie beside each other; what travels is in them, too."""
 
     def ends(folder, **options):
-        ranks = Ranks(prepared, tmp_path / folder, SIZE, "rank_hosts.keep_going", kind=kind, rounds=18, **options)
+        ranks = Ranks(prepared, tmp_path / folder, SIZE, "rank_hosts.keep_going", kind=kind, rounds=30, **options)
         codes = ranks.codes()
         if "stop" in options:
             assert codes[-1] == -signal.SIGKILL
@@ -87,10 +87,10 @@ def test_checkpoints_kill_9_and_the_same_end(prepared, tmp_path, run_cli, kind):
         return [torch.load(tmp_path / folder / f"ends-{rank}") for rank in range(SIZE)]
 
     straight = ends("straight")
-    ends("killed", stop=12)
+    ends("killed", stop=17)
     resumed = ends("killed")
     for one, other in zip(straight, resumed, strict=True):
-        assert (one["done"], other["done"]) == (0, 10)
+        assert (one["done"], other["done"]) == (0, 15)
         assert torch.equal(one["shown"], other["shown"])  # bits: same call
         torch.testing.assert_close(one["merged"], (straight[0]["shown"] + straight[2]["shown"]) / 2, rtol=0, atol=1e-6)
     assert not torch.equal(straight[0]["shown"], straight[2]["shown"])

@@ -130,15 +130,14 @@ def test_float32_stays_near_float64(rule):
     torch.testing.assert_close(rough.metrics["distance"][near], exact.metrics["distance"][near], rtol=1e-2, atol=0)
 
 
-@pytest.mark.parametrize("rounds", [2_000, pytest.param(100_000, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("name", ["star", "base_graph"])
-def test_mixing_does_not_drift_in_float32(name, rounds):
-    """A plain sum with weights like 1/3 drifts by 1e-3 in 100,000 rounds."""
+def test_mixing_does_not_drift_in_float32(name):
+    """A plain sum with weights like 1/3 drifts by 1e-3 in 100,000 rounds, which shows after a few thousand."""
     graph = tp.make(name, 9)
     mix = StackedMix(graph, dtype=torch.float32, device=torch.device("cpu"))
     v = torch.randn(9, 1, 8, generator=torch.Generator().manual_seed(0)) + 3
     mean = v.double().mean(0)
-    for t in range(1, rounds + 1):
+    for t in range(1, 5_001):
         (v,) = mix.in_round(t).mix(v)
     assert ((v.double().mean(0) - mean) / mean).abs().max() < 1e-5
     assert (v - v.mean(0)).abs().max() < 1e-5

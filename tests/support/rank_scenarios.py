@@ -50,7 +50,7 @@ PATTERNS = ("dsgd", "dat cta beta", "gt average", "d2", "dat-sgp", "gasloc", "kg
 # Two patterns on every graph, the others on every other one; their products and options, which know nothing of graphs,
 # on one or two.
 RANK_CASES = dict.fromkeys(RANK_RULES, ("ring/4",))
-RANK_CASES |= {rule: ("ring/4", "one_peer_exponential")[k % 2 :] for k, rule in enumerate(klatsch.rules.RULES)}
+RANK_CASES |= dict.fromkeys([*klatsch.rules.RULES][::2], ("one_peer_exponential", "ring/4"))
 RANK_CASES |= {"dsgd shared": RANK_GRAPHS, "noloco": ("random_matching", "ring/4"), "decentlam": ("ring",)}
 RANK_CASES |= {rule: RANK_GRAPHS[k % 2 :: 2] for k, rule in enumerate(PATTERNS)} | {
     "dsgd": RANK_GRAPHS,
@@ -301,7 +301,7 @@ def weighted(folder):
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # no rule warns of its defaults
             optimizer = made(x, weight=[10, 20, 70][rank])
-        for _ in range(120):
+        for _ in range(80):
             optimizer.zero_grad()
             ((x - rank).square() / 2).sum().backward()
             optimizer.step()

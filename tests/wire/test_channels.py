@@ -347,16 +347,16 @@ def test_a_column_that_diverges_is_found_over_a_channel(wire):
 # --- the mean, and what remains of disagreement -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rounds", [500, pytest.param(100_000, marks=pytest.mark.soak)])
-@pytest.mark.parametrize("wire", [*WIRES, "topk(0.01)"])
-@pytest.mark.parametrize("every, late", [(1, 0), (2, 1)])
-def test_the_network_mean_does_not_drift_in_float32(every, late, wire, rounds):
+@pytest.mark.parametrize(
+    "every, late, wire", [(1, 0, "float32"), (2, 1, "bfloat16"), (1, 0, "int8"), (2, 1, "topk(0.01)")]
+)
+def test_the_network_mean_does_not_drift_in_float32(every, late, wire):
     graph = tp.make("ring", 4, every=every, late=late, wire=wire)
     rule = carried(rules.make("dsgd", 0.1), graph)
     mix = StackedMix(graph, dtype=torch.float32, device=torch.device("cpu"))
     w = torch.randn(4, 1, 300, generator=torch.Generator().manual_seed(0)) + 3
     state, still, mean = rule.init(w), torch.zeros_like(w), w.double().mean(0)
-    for t in range(1, rounds + 1):
+    for t in range(1, 2_001):
         state = rule.update(state, still, mix.in_round(t), t, 0.1)
     assert ((state["w"].double().mean(0) - mean) / mean).abs().max() < 1e-5
 
