@@ -310,7 +310,7 @@ def test_edges_that_break_between_living_members_are_made_anew(crew, cut):
 
 
 def test_one_that_was_stopped_finds_itself_out_and_joins_as_a_newcomer(prepared, tmp_path):
-    """But if it is told to leave it does not join again, be the registry there or not: crews that wait beside others."""
+    """But told to leave it does not join again, be the registry there or not: crews that wait beside each other."""
     crews = {what: Crew(prepared, tmp_path / what, rule="d2") for what in ("joins", "leaves", "leaves alone")}
     for some in crews.values():
         some.folder.mkdir()
