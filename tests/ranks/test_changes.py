@@ -26,7 +26,8 @@ from tests.support.table import RULES
 from tests.support.waiting import wait_until
 
 MODULE = "tests.support.rank_changes"
-MEMBERS = pytest.mark.parametrize("ranks, dim", [(1, 5), (2, 300)], ids=["ranks", "hosts"])
+HOSTS = pytest.param(2, 300, marks=pytest.mark.soak)
+MEMBERS = pytest.mark.parametrize("ranks, dim", [(1, 5), HOSTS], ids=["ranks", "hosts"])
 UNEVEN = "tests/support/graphs.py:uneven"  # where push-sum's weights differ
 
 

@@ -681,6 +681,7 @@ def test_a_slow_rank_catches_up_and_the_numbers_are_those_of_the_simulation(behi
         assert {path.name.partition("-")[2] for path in (folder / "checkpoints").glob(f"rank{rank:05d}-*")} == saved
 
 
+@pytest.mark.soak
 def test_a_slow_rank_is_killed_and_all_resume_or_go_on(tmp_path, launch):
     choices = {"slow": [1], "rounds": 40, "travel": {"every": 2, "late": 7}}
     ranks = launch(SIZE, "rank_hardships.behind", every=5, death=[1, 5], **choices)

@@ -101,6 +101,7 @@ def test_checkpoints_kill_9_and_the_same_end(prepared, tmp_path, run_cli, kind):
     torch.testing.assert_close(values, straight[0]["merged"].reshape(-1), rtol=0, atol=1e-6)  # one sum in double
 
 
+@pytest.mark.soak
 def test_a_state_for_another_number_of_ranks_per_host(launch, tmp_path):
     """Through torch.distributed.checkpoint, from two ranks per host to one: equal up to the order of sums.
 

@@ -24,8 +24,9 @@ RULES = {
 }
 CHANNELS = {"plain": {}, "seldom and small": {"every": 4, "wire": "int8"}}
 CASES = [(kind, "dat", "plain") for kind in ("ddp before", "fsdp2", "whole")]
-CASES += [(kind, label, "seldom and small") for kind in ("ddp before", "fsdp2") for label in RULES if label != "dat"]
-CASES += [("ddp before", "dat-gt", "plain"), ("ddp after", "dat", "seldom and small")]
+CASES += [("ddp before", label, "seldom and small") for label in ("dat-d2 beta", "dat-gt")]
+CASES += [("fsdp2", label, "seldom and small") for label in ("dat-d2 beta", "dat-adam")]
+CASES += [("ddp after", "dat", "seldom and small")]
 
 
 def graph_of(channel):
