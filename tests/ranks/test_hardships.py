@@ -6,7 +6,6 @@ import re
 import shutil
 import signal
 import subprocess
-from itertools import combinations, product
 
 import networkx as nx
 import numpy as np
@@ -19,6 +18,7 @@ import klatsch
 from klatsch.ranks.membership import Membership, lag
 from klatsch.ranks.message import is_sound
 from klatsch.wire.rehearsal import Rehearsal
+from tests.support.covering import pairs
 from tests.support.processes import Ranks
 from tests.support.rank_hardships import LR
 from tests.support.rank_scenarios import problem_of
@@ -527,18 +527,6 @@ def test_a_rank_that_leaves_does_not_take_the_balance_of_the_others_with_it(tmp_
     launch(4, "rank_hardships.departures", cases=cases, rounds=70).succeed()
     for label, case in cases.items():
         check_those_who_remain(tmp_path, 4, case, label)
-
-
-def pairs(*factors):
-    """Combinations in which any two values of two factors meet."""
-    rows = [[*enumerate(row)] for row in product(*factors)]
-    missing = {pair for row in rows for pair in combinations(row, 2)}
-    chosen = []
-    while missing:
-        best = max(rows, key=lambda row: len(missing.intersection(combinations(row, 2))))
-        missing -= {*combinations(best, 2)}
-        chosen.append([value for _, value in best])
-    return chosen
 
 
 @pytest.mark.soak

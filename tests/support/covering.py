@@ -5,19 +5,22 @@ import itertools
 import pytest
 
 
-def covering(names, *values, marks=lambda *_: (), where=lambda *_: True):
-    """Parametrize a test by a selection of the product of `values`, in which all pairs that the product has occur.
+def pairs(*values, where=lambda *_: True):
+    """A selection of the product of `values`, in which all pairs meet that meet in the product.
 
     Args:
-        names: those of the parameters, as `pytest.mark.parametrize` takes them.
-        values: for each of them, what it may be.
-        marks: of a choice.
+        values: for each parameter, what it may be.
         where: whether a choice makes sense.
     """
     product = [choice for choice in itertools.product(*map(list, values)) if where(*choice)]
-    pairs = {choice: {*itertools.combinations(enumerate(choice), 2)} for choice in product}
-    missing, chosen = set().union(*pairs.values()), []
+    met = {choice: {*itertools.combinations(enumerate(choice), 2)} for choice in product}
+    missing, chosen = set().union(*met.values()), []
     while missing:
-        chosen.append(max(product, key=lambda choice: len(pairs[choice] & missing)))
-        missing -= pairs[chosen[-1]]
-    return pytest.mark.parametrize(names, [pytest.param(*choice, marks=marks(*choice)) for choice in chosen])
+        chosen.append(max(product, key=lambda choice: len(met[choice] & missing)))
+        missing -= met[chosen[-1]]
+    return chosen
+
+
+def covering(names, *values, **options):
+    """Parametrize a test by such a selection; `names` are those of the parameters."""
+    return pytest.mark.parametrize(names, pairs(*values, **options))
