@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import psutil
+import pytest
 
 from tests.support.waiting import wait_until
 
@@ -51,16 +52,17 @@ def test_that_hangs(python):
 """
 
 
+@pytest.mark.soak
 def test_no_process_outlives_its_test_nor_pytest(prepared, tmp_path):
     (tmp_path / "test_tiny.py").write_text(TESTS)
     words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "tests.conftest", "test_tiny.py"]
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     in_the_background = ["sh", "-c", 'trap "" INT; exec "$@"', "sh"]
-    pytest = prepared.program(*in_the_background, *words, cwd=tmp_path, env=os.environ | {"PYTHONPATH": path})
-    wait_until((tmp_path / "ready").exists, pytest)
+    run = prepared.program(*in_the_background, *words, cwd=tmp_path, env=os.environ | {"PYTHONPATH": path})
+    wait_until((tmp_path / "ready").exists, run)
     living = json.loads((tmp_path / "second").read_text())
     assert all(psutil.pid_exists(pid) for pid in living)
-    pytest.kill()
+    run.kill()
     wait_until(lambda: not any(psutil.pid_exists(pid) for pid in living))
-    out, _ = pytest.communicate()
+    out, _ = run.communicate()
     assert out.startswith("F..")  # the first one failed as it should

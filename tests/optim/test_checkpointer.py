@@ -50,6 +50,7 @@ def same(a, b):
     return len(a) == len(b) and all(map(same, a, b)) if isinstance(a, list | tuple) else a == b
 
 
+@pytest.mark.soak
 def test_kill_9_under_torchrun_and_the_result_is_identical(tmp_path, prepared):
     calm = train(prepared, tmp_path / "calm")
     wild = train(prepared, tmp_path / "wild", restarts=2, deaths=["0 1 18", "1 2 38"])  # attempt, rank, round

@@ -35,15 +35,8 @@ def test_the_answer_fits_a_screen(run_cli, tmp_path):
     check_picture(picture)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "problem",
-    [
-        pytest.param("least-squares --set dim=30 --set noise=10", marks=pytest.mark.soak),
-        "lab.py:blobs --set noise=10",
-    ],
-)
-def test_what_is_recommended_is_what_has_raced(problem, run_cli, tmp_path, monkeypatch):
+@pytest.mark.soak
+def test_what_is_recommended_is_what_has_raced(run_cli, tmp_path, monkeypatch):
     """The command and the optimizer of an answer reach the target in its rounds; without beta they do not."""
     (tmp_path / "lab.py").write_text(
         "from klatsch.problems import LeastSquares\n"
@@ -51,7 +44,7 @@ def test_what_is_recommended_is_what_has_raced(problem, run_cli, tmp_path, monke
     )
     monkeypatch.chdir(tmp_path)
     given = ("--network", "wan", "--gradient", "0.05", "--params", 100_000, *SMALL)
-    code, out, err = run_cli("plan", *problem.split(), *given, "--json")
+    code, out, err = run_cli("plan", "lab.py:blobs", "--set", "noise=10", *given, "--json")
     assert (code, err) == (0, "")
     found = json.loads(out)
     best = found["recommended"]

@@ -475,9 +475,9 @@ def test_a_model_with_a_buffer_is_refused():
 def test_lenet_learns_fashion_mnist(monkeypatch):
 
     monkeypatch.setenv("KLATSCH_DATA", str(DATA))
-    problem = FashionMNIST(8, alpha=10.0, test=1_000)
+    problem = FashionMNIST(4, alpha=10.0, test=1_000)
     assert problem.dim == 44_470
-    assert problem.epoch == problem.rounds_per_epoch(8) == 234
+    assert problem.epoch == problem.rounds_per_epoch(4) == 468
     rule = klatsch.rules.make("dat", lr=0.01, averaging="fixed(0.9)", momentum=0.9)
-    result = klatsch.simulate(problem, rule, klatsch.topology.ring(8), 60, record=[60], dtype=torch.float32)
+    result = klatsch.simulate(problem, rule, klatsch.topology.ring(4), 60, record=[60], dtype=torch.float32)
     assert result.metrics["accuracy"][0, 0] > 0.55

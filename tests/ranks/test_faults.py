@@ -8,18 +8,17 @@ import torch
 
 from klatsch import topology as tp
 from tests.support.processes import Ranks, say
-from tests.support.rank_scenarios import ENDURE_LR, problem_of
+from tests.support.rank_scenarios import DEATH, ENDURE_LR, problem_of
 from tests.support.waiting import HANG, wait_until
 
 pytestmark = pytest.mark.usefixtures("late", "parted", "directed")
 
-SIZE, ROUNDS = 5, 150
-DIRECTED = {"exponential": 5, "one_peer_exponential": 5, "directed_ring": 4}
+SIZE, ROUNDS, ASK = 5, 60, 40
+DIRECTED = {"exponential": 5, "directed_ring": 4}
 PARTED = {  # in which rank 2 stops, and all meet again: the rule, the channel, and the round
     "dsgd": {"rule": "dsgd", "graph": "base_graph", "travel": {"wire": "int8"}, "stop": 11, "rounds": 40},
     "gt late": {"rule": "gt", "travel": {"every": 2, "late": 3, "wire": "int8"}, "stop": 11, "rounds": 40},
     # In the last round rank 2 still hears the others, which do not hear it.
-    "d2 last": {"rule": "d2", "travel": {}, "stop": 40, "rounds": 40},
     "d2 late last": {"rule": "d2", "travel": {"late": 1, "wire": "int8"}, "stop": 39, "rounds": 40},
 }
 LATE = 60  # seconds: what a healthy rank on a busy machine may take to start, or for a round, and not be called late
@@ -52,12 +51,9 @@ def late(prepared, tmp_path_factory):
         "ring": {"on_failure": "continue", "travel": {"late": 2, "wire": "int8"}},
         "one_peer_exponential": {"on_failure": "continue", "graph": "one_peer_exponential"},
     }
-    calls = {
-        what: Ranks(prepared, tmp_path_factory.mktemp(what), SIZE, "rank_hardships.stopped", what=what, timeout=LATE)
-        for what in ("average_", "merged")
-    }
+    call = Ranks(prepared, tmp_path_factory.mktemp("average_"), SIZE, "rank_hardships.stopped", timeout=LATE)
     sizes = {"one_peer_exponential": 4}  # in which two wait, one after the other; of five there would be three
-    return calls | {
+    return {"average_": call} | {
         name: Ranks(
             *(prepared, tmp_path_factory.mktemp(name), sizes.get(name, SIZE), "endure"),
             **{"victim": 2, "harm": "SIGSTOP", "timeout": LATE, **more},
@@ -99,14 +95,14 @@ def directed(prepared, tmp_path_factory):
 
 @pytest.mark.parametrize("victim", [2, 0])  # rank 0 is also the host of the store
 def test_the_others_go_on_without_a_killed_rank(tmp_path, launch, victim):
-    ranks = launch(SIZE, "endure", victim=victim, harm="SIGKILL", on_failure="continue", timeout=HANG, ask=True)
+    ranks = launch(SIZE, "endure", victim=victim, harm="SIGKILL", on_failure="continue", timeout=HANG, ask=ASK)
     codes, survivors = ranks.codes(), others(victim)
     assert [codes[rank] for rank in survivors] == [0] * 4, [ranks.errors(rank) for rank in survivors]
     assert codes[victim] == -signal.SIGKILL
     found = {rank: torch.load(tmp_path / f"path-{rank}") for rank in survivors}
     for rank in survivors:
         assert found[rank]["lost"][-1] == ((victim,) if rank in beside(victim) else ())
-    there = torch.stack([found[rank]["path"][100] for rank in survivors])
+    there = torch.stack([found[rank]["path"][ASK] for rank in survivors])
     gamma = float((there - there.mean(0)).square().sum(-1).mean())
     for rank in survivors:
         assert float((tmp_path / f"answer-{rank}").read_text()) == pytest.approx(gamma, rel=1e-9)
@@ -116,7 +112,7 @@ def test_the_others_go_on_without_a_killed_rank(tmp_path, launch, victim):
     assert torch.allclose(P, P.T)
     assert torch.allclose(P.sum(0), torch.ones(4, dtype=torch.float64))
     alone = [t for t in range(ROUNDS + 1) if all(victim in found[rank]["lost"][t] for rank in beside(victim))]
-    assert 40 <= alone[0] <= 43
+    assert DEATH <= alone[0] <= DEATH + 3
     problem = problem_of(SIZE)
     points = torch.stack([found[rank]["path"] for rank in survivors])  # (4, rounds + 1, d)
     for t in alone[:-1]:
@@ -132,7 +128,7 @@ def test_the_others_go_on_without_a_killed_rank(tmp_path, launch, victim):
         warning, *rest = ranks.warnings(rank)
         assert [text.split()[0] for text in rest] == ["consensus()", "average_"]
         assert re.fullmatch(
-            rf"rank {rank}, round 4\d: neighbour {victim} is gone \(.+\); waited [\d.]+ s on edge .+; "
+            rf"rank {rank}, round 1\d: neighbour {victim} is gone \(.+\); waited [\d.]+ s on edge .+; "
             "going on without it: this rank takes over its weight",
             warning,
         )
@@ -149,7 +145,7 @@ def test_the_others_go_on_without_a_killed_rank(tmp_path, launch, victim):
 )
 def test_a_killed_rank_leaves_nothing_behind(tmp_path, launch, rule, graph, options, travel):
     """What it held, what was on its way and its share of the corrections are out: flows among the others sum to 0."""
-    victim, survivors, rounds, momentum = 2, others(2), 120, options.get("momentum", 0.0)
+    victim, survivors, rounds, momentum = 2, others(2), 50, options.get("momentum", 0.0)
     told = {"on_failure": "continue", "timeout": HANG, "rounds": rounds, "rule": rule, "graph": graph}
     told |= {"options": options, "travel": travel}
     ranks = launch(SIZE, "endure", victim=victim, harm="SIGKILL", **told)
@@ -161,7 +157,7 @@ def test_a_killed_rank_leaves_nothing_behind(tmp_path, launch, rule, graph, opti
     lost = [found[k]["lost"] for k, rank in enumerate(survivors) if union[rank, victim]]
     period = tp.make(graph, SIZE, **travel).period  # after which all who hear it have noticed
     alone = [t for t in range(rounds) if all(victim in each[t] for each in lost)]
-    assert 40 <= alone[0] <= 40 + 10 + period
+    assert DEATH <= alone[0] <= DEATH + 10 + period
     problem = problem_of(SIZE)
     for t in alone[1:]:
         half = points[:, t] - ENDURE_LR * problem.grad(points[:, t], t + 1, survivors)
@@ -176,7 +172,7 @@ def test_a_killed_rank_ends_its_neighbours_with_a_reason(launch):
     assert ranks.codes() == [1, 1, -signal.SIGKILL, 1, 1]
     for rank in (1, 3):
         assert re.search(
-            rf"LinkError: rank {rank}, round 4\d: neighbour 2 is gone \(.*(closed|reset).*\); "
+            rf"LinkError: rank {rank}, round 1\d: neighbour 2 is gone \(.*(closed|reset).*\); "
             rf"waited [\d.]+ s on edge (2 -> {rank}|{rank} -> 2); see what ended it",
             ranks.errors(rank),
         )
@@ -199,7 +195,7 @@ def test_a_stopped_rank_is_late_and_not_gone(late):
     for rank in (1, 3):
         ranks.wait_for(f"code-{rank}")
         (waited,) = re.findall(
-            rf"LinkError: rank {rank}, round 4\d: neighbour 2 is late: its connection is open, but nothing moves; "
+            rf"LinkError: rank {rank}, round 1\d: neighbour 2 is late: its connection is open, but nothing moves; "
             r"waited ([\d.]+) s on edge",
             ranks.errors(rank),
         )
@@ -221,9 +217,8 @@ def test_a_late_rank_is_left_behind_and_ends_alone(woken, graph):
     assert len(torch.load(ranks.folder / "path-2")["lost"][-1]) >= 2
 
 
-@pytest.mark.parametrize("what", ["average_", "merged"])
-def test_a_rank_that_stops_inside_a_call_of_all_ranks_is_named_by_the_others(late, what):
-    ranks = late[what]
+def test_a_rank_that_stops_inside_a_call_of_all_ranks_is_named_by_the_others(late):
+    ranks = late["average_"]
     for rank in others(2):
         ranks.wait_for(f"code-{rank}")
         told = r"RuntimeError: average_ needs an answer .* \(rank 2 has not answered for ([\d.]+) s\); was it called on"
@@ -239,11 +234,11 @@ def test_ranks_that_lost_each_other_meet_again_after_a_restart(prepared, woken, 
     ranks, case = woken[name], PARTED[name]
     assert ranks.codes() == [0] * 4, [ranks.errors(rank) for rank in range(4)]
     assert any(2 in torch.load(ranks.folder / f"parted-{rank}")["lost"] for rank in (0, 1, 3))
-    again = Ranks(prepared, ranks.folder, 4, "parted", timeout=HANG, **case | {"stop": 0, "rounds": 400})
+    again = Ranks(prepared, ranks.folder, 4, "parted", timeout=HANG, **case | {"stop": 0, "rounds": 160})
     again.succeed()
     ends = [torch.load(ranks.folder / f"parted-{rank}") for rank in range(4)]
     best = 1.5 * torch.linspace(1.0, 2.0, 300, dtype=torch.float64)
-    torch.testing.assert_close(torch.stack([end["x"] for end in ends]).mean(0), best, rtol=0, atol=1e-6)
+    torch.testing.assert_close(torch.stack([end["x"] for end in ends]).mean(0), best, rtol=0, atol=1e-3)
     for field in {"y" if case["rule"] == "d2" else "z"} & ends[0]["state"].keys():
         sums = torch.stack([end["state"][field] for end in ends]).sum(0)
         torch.testing.assert_close(sums, torch.zeros_like(sums), rtol=0, atol=1e-9)

@@ -6,7 +6,6 @@ import re
 import shutil
 import signal
 import subprocess
-from itertools import combinations, product
 
 import networkx as nx
 import numpy as np
@@ -19,6 +18,7 @@ import klatsch
 from klatsch.ranks.membership import Membership, lag
 from klatsch.ranks.message import is_sound
 from klatsch.wire.rehearsal import Rehearsal
+from tests.support.covering import pairs
 from tests.support.processes import Ranks
 from tests.support.rank_hardships import LR
 from tests.support.rank_scenarios import problem_of
@@ -58,13 +58,13 @@ def ends(folder, ranks=range(SIZE)):
 # --- gradients that are not finite ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("harm, every", [("nan", 3), ("inf", None), ("absurd", None)])
+@pytest.mark.parametrize("harm, every", [("nan", 3), ("absurd", None)])
 def test_a_gradient_that_is_not_finite_ends_the_training_before_anything_is_sent(tmp_path, launch, harm, every):
     ranks = launch(SIZE, "rank_hardships.poison", harm=harm, every=every)
     assert ranks.codes() == [1] * SIZE
     assert re.search(
         r"NonFiniteError: rank 2, round 10: the gradient of parameter 0 of shape \(5,\) is not finite, or absurd: "
-        r"up to (nan|inf|1e\+25); nothing was sent; see the loss",
+        r"up to (nan|1e\+25); nothing was sent; see the loss",
         ranks.errors(2),
     )
     found = ends(tmp_path)
@@ -374,12 +374,10 @@ def test_on_a_directed_ring_nobody_hears_of_everybody_once_one_is_lost():
 # --- few batches ----------------------------------------------------------------------------------------------------
 
 
-BATCHES, FEW, FIVE = [12, 30, 5, 17, 21], [6, 9, 2, 4, 7], [5, 30, 30, 30, 30]  # by rank
+BATCHES, FEW, FIVE = [8, 16, 5, 12, 14], [6, 9, 2, 4, 7], [5, 16, 16, 16, 16]  # by rank
 FEWER = [
-    ("ring", "dat", {"order": "atc"}),
     ("ring", "dat", {"order": "cta"}),
     ("one_peer_exponential", "dsgd", {}),
-    ("ring/4", "dsgd", {}),
     ("ring/4", "dat", {"order": "atc"}),
     ("base_graph/3", "dat", {"order": "cta"}),
     ("base_graph", "dsgd", {"momentum": 0.9, "shared": True}),
@@ -430,7 +428,7 @@ def last_round(rounds, graph):
 @pytest.mark.parametrize("graph, rule, options", FEWER)
 def test_ranks_with_fewer_batches_gossip_on_until_all_are_done(uneven, graph, rule, options):
     folder = uneven(steps=BATCHES, graph=graph, rule=rule, **options)
-    last = last_round(30, klatsch.topology.make(graph, SIZE))
+    last = last_round(16, klatsch.topology.make(graph, SIZE))
     wanted = expected(last, lambda node, t: t <= BATCHES[node], graph, rule=rule, **options)
     for rank, end in enumerate(ends(folder)):
         assert end["rounds"] == last == BATCHES[rank] + int((folder / f"idle-{rank}").read_text())
@@ -449,9 +447,9 @@ def test_ranks_end_at_different_times_with_messages_on_their_way(uneven, graph, 
 
 
 def test_join_of_torch(uneven):
-    wanted = expected(30, lambda node, t: t <= BATCHES[node])
+    wanted = expected(16, lambda node, t: t <= BATCHES[node])
     for rank, end in enumerate(ends(uneven(steps=BATCHES, join=True))):
-        assert end["rounds"] == 30
+        assert end["rounds"] == 16
         torch.testing.assert_close(end["x"], wanted[rank], rtol=1e-9, atol=1e-12)  # sums in another order
 
 
@@ -460,7 +458,7 @@ def test_a_rank_that_leaves_is_missed_by_nobody(uneven, every):
     """Its neighbours keep the weight that it had, from the round on that it had named."""
     found = ends(uneven(steps=FIVE, graph=f"ring/{every}", rule="dsgd", leave=[0]))
     left = 5 + 1 + (SIZE - 1) * every
-    assert [end["rounds"] for end in found] == [left] + 4 * [30 + 1 + (SIZE - 1) * every]
+    assert [end["rounds"] for end in found] == [left] + 4 * [16 + 1 + (SIZE - 1) * every]
     problem, x = problem_of(SIZE), problem_of(SIZE).start().expand(SIZE, -1).clone()
     P = torch.tensor(klatsch.topology.ring(SIZE).matrix(1).toarray())
     for t in range(1, found[1]["rounds"] + 1):
@@ -479,13 +477,12 @@ def test_a_rank_that_leaves_is_missed_by_nobody(uneven, every):
 
 CHANNELS = {
     "float32": {},
-    "bfloat16": {"wire": "bfloat16"},
     "int8": {"wire": "int8"},
     "late": {"late": 2},
     "seldom, late, int8": {"every": 2, "late": 1, "wire": "int8"},
 }
-CORRECTED = ("d2", "gt", "dat-d2", "dat-gt")  # rules with sums that are zero over the network
-SOME = ("dsgd", "sgp", "d2", "gt", "dat-d2", "dat-gt-adam", "diloco")  # of each pattern one
+CORRECTED = ("d2", "dat-gt", "gt")  # rules with sums that are zero over the network
+SOME = ("dsgd", "sgp", "d2", "gt", "dat-gt-adam", "diloco")  # of each pattern one
 GONE = {"complete": [0, 2], "ring": [1], "star": [0]}  # without its centre, all that is left of a star is alone
 
 
@@ -524,24 +521,12 @@ def check_those_who_remain(folder, size, case, label, gone=None):
 def test_a_rank_that_leaves_does_not_take_the_balance_of_the_others_with_it(tmp_path, launch, rules):
     cases = {rule: parting(rule) for rule in rules}
     if rules is SOME:
-        cases |= {f"{rule} one way": parting(rule, "exponential", [1]) for rule in ("dsgd", "gt")}
-        changing = {"base_graph": ("dsgd", "gt", "dat-gt"), "random_matching": ("gt", "kgt")}
+        cases |= {"gt one way": parting("gt", "exponential", [1])}
+        changing = {"base_graph": ("dat-gt",), "random_matching": ("gt", "kgt")}
         cases |= {f"{rule} on {graph}": parting(rule, graph) for graph in changing for rule in changing[graph]}
     launch(4, "rank_hardships.departures", cases=cases, rounds=70).succeed()
     for label, case in cases.items():
         check_those_who_remain(tmp_path, 4, case, label)
-
-
-def pairs(*factors):
-    """Combinations in which any two values of two factors meet."""
-    rows = [[*enumerate(row)] for row in product(*factors)]
-    missing = {pair for row in rows for pair in combinations(row, 2)}
-    chosen = []
-    while missing:
-        best = max(rows, key=lambda row: len(missing.intersection(combinations(row, 2))))
-        missing -= {*combinations(best, 2)}
-        chosen.append([value for _, value in best])
-    return chosen
 
 
 @pytest.mark.soak
@@ -684,6 +669,7 @@ def test_a_slow_rank_catches_up_and_the_numbers_are_those_of_the_simulation(behi
         assert {path.name.partition("-")[2] for path in (folder / "checkpoints").glob(f"rank{rank:05d}-*")} == saved
 
 
+@pytest.mark.soak
 def test_a_slow_rank_is_killed_and_all_resume_or_go_on(tmp_path, launch):
     choices = {"slow": [1], "rounds": 40, "travel": {"every": 2, "late": 7}}
     ranks = launch(SIZE, "rank_hardships.behind", every=5, death=[1, 5], **choices)

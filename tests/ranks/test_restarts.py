@@ -48,6 +48,7 @@ def test_a_static_rendezvous_without_restarts_works(tmp_path, train):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("begins", ["a store for each attempt", "nothing"])
 def test_kill_9_under_a_static_rendezvous(tmp_path, train, begins):
     """As the document says, or without init_process_group; with messages on their way when a rank dies."""

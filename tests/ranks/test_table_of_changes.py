@@ -4,6 +4,7 @@ import itertools
 import os
 import signal
 
+import pytest
 import torch
 
 import klatsch
@@ -18,11 +19,17 @@ from tests.support.table import RULES
 from tests.support.waiting import wait_until
 
 MODULE = "tests.support.rank_table"
+# Of each pattern and direction one, and averages around them.
+SOME = ("dat", "d2", "dat-gt", "dat-sgp", "qg", "gasloc", "kgt", "dat-d2-adam", "gt-adam", "muon")
+REST = [rule for rule in rules.RULES if rule not in SOME]
 # A member that died has ended; here none returns.
 REGISTRY = "from klatsch.ranks import registry; registry.GRACE = 0.0; from klatsch.cli import main; main()"
 
 
-def test_every_rule_over_every_change(prepared, tmp_path):
+@pytest.mark.parametrize(
+    "chosen", [SOME, pytest.param({*rules.RULES} - {*SOME}, marks=pytest.mark.soak)], ids=["some", "rest"]
+)
+def test_every_rule_over_every_change(prepared, tmp_path, chosen):
     token, port = tmp_path / "token", prepared.free_port()
     words = ("--host", "127.0.0.1", "--port", port, "--token-file", token, "--least", 4, "--timeout", 30)
     registry = prepared.python("-c", REGISTRY, "crew", "serve", *words)
@@ -32,10 +39,10 @@ def test_every_rule_over_every_change(prepared, tmp_path):
     def start(name, *names):
         return prepared.python("-m", MODULE, tmp_path, name, *names, env=environment, preload=(MODULE,))
 
-    for rule in rules.RULES:
+    for rule in chosen:
         (tmp_path / rule).mkdir()
-    lasting = [start(name, *rules.RULES) for name in LASTING]
-    for rule in rules.RULES:
+    lasting = [start(name, *chosen) for name in LASTING]
+    for rule in chosen:
         dies = start("x", rule)
         wait_until(lambda rule=rule: all((tmp_path / rule / f"{name}-left").exists() for name in LASTING), *lasting)
         assert dies.done().returncode == -signal.SIGKILL, dies.stderr

@@ -22,9 +22,7 @@ def captions_of(figure):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", ["fig2", "averages", "schedules", "local-steps", "images-channels", "language-links", "language-sizes"]
-)
+@pytest.mark.parametrize("name", ["fig2", "local-steps", "images-channels", "language-links", "language-sizes"])
 def test_figures_of_installed_studies(name, tmp_path):
     """Those that need a data set or a text; the others are drawn by the command."""
     script, _ = script_of(name)

@@ -91,7 +91,7 @@ def is_known(sentence):
     return at.share == 1 and at.bytes != "doubled" and not at.clock and sentence.trend != "better early"
 
 
-@pytest.mark.slow
+@pytest.mark.documents
 @pytest.mark.parametrize("name", PAGES)
 def test_verdicts_of_the_committed_pages_follow_from_their_tables_or_runs(name, tmp_path):
     text = (RESULTS / f"{name}-paper.md").read_text()
@@ -103,7 +103,7 @@ def test_verdicts_of_the_committed_pages_follow_from_their_tables_or_runs(name, 
     assert len(verdicts) >= {"stragglers": 0, "seconds": 0, "language-large": 2}.get(name, 3)
 
 
-@pytest.mark.slow
+@pytest.mark.documents
 def test_the_page_of_seconds_follows_from_its_runs(tmp_path):
     """Its table, the same as CSV, and verdicts: the runs are there, and what is written is what clocks say of them."""
     page, rows = (RESULTS / "seconds-paper.md").read_text(), rows_of_runs("seconds", tmp_path)

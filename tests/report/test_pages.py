@@ -101,7 +101,7 @@ def results(tmp_path_factory):
     patch.undo()
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_reproduce_writes_figures_numbers_and_verdicts(results):
     for target in DRAWN:
         name = f"{target}-quick"
@@ -118,7 +118,7 @@ def test_reproduce_writes_figures_numbers_and_verdicts(results):
     assert len(lines) == 1 + 3 * 4 * 2 * 2
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_figure_4_uses_the_runs_of_figure_1(results):
     with Store(results / "results.sqlite") as store:
         studies = {s.study.name for s in store.studies()}
@@ -128,7 +128,7 @@ def test_figure_4_uses_the_runs_of_figure_1(results):
     assert len(one) == 3 * 2 * 4 * len(RATES) * 2  # once, though two figures ask for some of them
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_beyond_has_all_variants_where_they_are_defined(results):
     study = thinned("beyond", "quick").model_copy(update={"nodes": (4,)})
     variants = list(dict.fromkeys(case.label for case in expand(study)[0]))
@@ -144,7 +144,7 @@ def test_beyond_has_all_variants_where_they_are_defined(results):
     assert ceilings == variants  # a sentence for each
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_reproduce_gives_json(results, run_cli):
     code, out, _ = run_cli("reproduce", "fig1", "--out", results, "--json")
     found = json.loads(out)
@@ -474,7 +474,7 @@ def test_a_report_shows_what_is_there_of_a_study_that_is_not_finished(tmp_path, 
     assert "not decided" in html
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_wrong_device_does_not_take_the_place_of_what_is_done(results, run_cli):
     with Store(results / "results.sqlite", read_only=True) as store:
         before = store.studies()

@@ -47,9 +47,9 @@ def heterogeneous():
     return problems.LeastSquares(8, dim=4, noise=0.0, heterogeneity=3.0)
 
 
-def at_rest(label, options, problem, lr=COSINE):
+def at_rest(label, options, problem, lr=COSINE, steps=STEPS):
     rule = rules.make(label.partition(",")[0], lr=lr, **options)
-    return klatsch.simulate(problem, rule, RING, STEPS, record=1, progress=False)
+    return klatsch.simulate(problem, rule, RING, steps, record=1, progress=False)
 
 
 def error(found, problem):
@@ -81,7 +81,7 @@ def test_the_tracked_gradient_leads_to_the_optimum(label):
 def test_moments_of_its_own_lead_elsewhere(label):
     """Without noise a node's step is the sign of its gradient: they rest where as many nodes pull up as down."""
     problem, options = heterogeneous(), LOCAL[label]
-    found = at_rest(label, options, problem)
+    found = at_rest(label, options, problem, rules.Decay(0.1, "cosine", 1000), 1000)
     assert error(found, problem) > 0.1
     g = problem.grad(found.output, 1)
     assert g.mean(0).abs().max() > 1
@@ -92,16 +92,15 @@ def test_moments_of_its_own_lead_elsewhere(label):
 @pytest.mark.slow
 @pytest.mark.parametrize("label", SHARED)
 def test_a_shared_second_moment_leads_close_to_the_optimum(label):
-    problem = heterogeneous()
-    assert 2e-3 < error(at_rest(label, SHARED[label], problem), problem) < 0.05
+    """Corrected gossip rests where the normalised steps cancel.
 
-
-@pytest.mark.slow
-@pytest.mark.parametrize("label", ["d2-adam", "dat-d2-adam"])
-def test_corrected_gossip_rests_where_the_normalised_steps_cancel(label):
-    """The nodes' v are (1 - beta2) (I - beta2 P)^-1 g^2, not alike, and g / sqrt(v) cancel where g do not."""
+    The nodes' v are (1 - beta2) (I - beta2 P)^-1 g^2, not alike, and g / sqrt(v) cancel where g do not.
+    """
     problem = heterogeneous()
     found = at_rest(label, SHARED[label], problem)
+    assert 2e-3 < error(found, problem) < 0.05
+    if "d2" not in label:
+        return
     g = problem.grad(found.output, 1)
     v = torch.tensordot(0.01 * torch.linalg.inv(torch.eye(8) - 0.99 * P), g.square(), 1)
     torch.testing.assert_close(found.state["v"], v, rtol=1e-3, atol=0)

@@ -53,8 +53,9 @@ def run():
     return lambda rule, **choices: klatsch.simulate(problem, rule, graph, 50, **choices)
 
 
-@pytest.mark.parametrize("rates", [[1e-3, 2e-3], (1e-3, 2e-3), np.array([1e-3, 2e-3])])
-@pytest.mark.parametrize("rule", [LocalSGD, Plain])
+@pytest.mark.parametrize(
+    "rule, rates", [(LocalSGD, [1e-3, 2e-3]), (LocalSGD, (1e-3, 2e-3)), (Plain, np.array([1e-3, 2e-3]))]
+)
 def test_a_list_of_rates_makes_columns(rule, rates, run):
     together = run(rule(rates)).metrics["distance"]
     assert together.shape[1] == 2
@@ -138,8 +139,9 @@ class Talks(rules.Rule):
 
 @pytest.mark.parametrize("device", ["cpu", CUDA])
 @pytest.mark.parametrize("asks", [True, False])
-@pytest.mark.parametrize("channel", [{}, {"wire": "bfloat16"}, {"wire": "int8"}, {"late": 1}, {"late": 4}])
-@pytest.mark.parametrize("engine", ["auto", "torch"])
+@pytest.mark.parametrize(
+    "engine, channel", [("auto", {}), ("torch", {}), ("torch", {"wire": "int8"}), ("torch", {"late": 4})]
+)
 def test_a_rule_knows_in_every_engine_that_a_round_is_silent(engine, channel, asks, device):
     problem, graph = klatsch.problems.LeastSquares(4, dim=3), klatsch.topology.make("ring", 4, every=3, **channel)
     result = klatsch.simulate(problem, Talks(asks), graph, 103, record=[50, 103], engine=engine, device=device)
@@ -205,7 +207,7 @@ def by_hand(problem, graph, step, rounds):
     return w
 
 
-@pytest.mark.parametrize("dim", [3, 7, 8, 40])
+@pytest.mark.parametrize("dim", [3, 40])
 @pytest.mark.parametrize(
     "kind, step, reason",
     [
@@ -240,8 +242,7 @@ def test_random_steps_are_drawn_anew_in_every_round_and_not_traced():
             klatsch.simulate(problem, Random(3), graph, 20, engine="fused")
 
 
-@pytest.mark.parametrize("kind", [Preconditioned, Clipped, Counting, Random])
-@pytest.mark.parametrize("dim", [3, 9])
+@pytest.mark.parametrize("kind, dim", [(Preconditioned, 3), (Clipped, 9), (Counting, 3), (Random, 9)])
 def test_ranks_refuse_what_slices_and_repeated_calls_would_change(kind, dim, one_rank):
     with pytest.raises(ValueError, match=rf"{kind.__name__}\.update (does not treat each|returns other numbers)"):
         klatsch.Gossip([torch.nn.Parameter(torch.zeros(dim, dtype=torch.float64))], kind(dim))

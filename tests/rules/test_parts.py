@@ -1,6 +1,5 @@
-"""Rules from parts: every product of a pattern, a direction and an average, and what makes no sense together."""
+"""Rules from parts: products of a pattern, a direction and an average, and what makes no sense together."""
 
-import itertools
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +12,8 @@ from klatsch import columns, problems, rules
 from klatsch import topology as tp
 from klatsch.simulation.mixing import StackedMix
 from tests.support.comparisons import assert_same_to_rounding
-from tests.support.machine import KERNEL
+from tests.support.covering import covering
+from tests.support.machine import ENGINES, KERNEL
 from tests.support.table import trajectory
 
 PATTERNS = {
@@ -41,9 +41,10 @@ AROUND = {
     "beta 0.9": lambda base: rules.Anytime(base, "constant", 0.9),
     "averaged": lambda base: rules.Averaged(base, "linear"),
 }
-PRODUCTS = [p for p in itertools.product(PATTERNS, DIRECTIONS, AROUND) if p[:2] != ("push", "shared")]  # sums
-products = pytest.mark.parametrize("pattern, direction, around", PRODUCTS)
-LINEAR = [product for product in PRODUCTS if product[0] != "push" and product[1] not in ("adam", "muon")]
+PARTS = "pattern, direction, around"
+products = covering(PARTS, PATTERNS, DIRECTIONS, AROUND, where=lambda *parts: parts[:2] != ("push", "shared"))  # sums
+LINEAR = [name for name in PATTERNS if name != "push"], ["sgd", "momentum", "shared"], AROUND
+linear = covering(f"{PARTS}, dtype", *LINEAR, [torch.float32, torch.float64])
 RING = tp.ring(7)  # odd: D2 as published wants no eigenvalue of -1/3
 
 
@@ -79,10 +80,9 @@ def test_torch_is_the_plain_loop(pattern, direction, around):
 
 
 @KERNEL
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("pattern, direction, around", LINEAR)
+@linear
 def test_fused_is_torch(pattern, direction, around, dtype):
-    """All products of linear parts; rounds that are recorded change the order of a state's fields."""
+    """Products of linear parts; rounds that are recorded change the order of a state's fields."""
     rule, problem = build(pattern, direction, around, [5e-4, 1e-3]), least_squares(RING, noise=[1.0, 0.3])
     plain, fused = (
         klatsch.simulate(problem, rule, RING, 40, record=[3, 17, 40], engine=engine, dtype=dtype)
@@ -106,12 +106,12 @@ def test_fused_says_why_it_cannot_run_push_sum(around):
 COLUMNS = {"lr": [2e-4, 5e-4, 1e-3], "momentum": [0.0, 0.5, 0.9], "beta": [1.0, 0.9, 0.3]}
 
 
-@pytest.mark.parametrize("varied", [("lr",), ("momentum",), ("beta",), ("lr", "momentum", "beta")])
 @pytest.mark.parametrize(
-    "name, engine",
+    "name, engine, varied",
     [
-        *((name, "torch") for name in ("dat", "dat-gt", "dat-d2", "dat-sgp")),
-        *(pytest.param(name, "fused", marks=KERNEL) for name in ("dat", "dat-gt", "dat-d2")),
+        *(("dat", "torch", (key,)) for key in COLUMNS),
+        *((name, "torch", COLUMNS) for name in ("dat-gt", "dat-d2", "dat-sgp")),
+        *(pytest.param(name, "fused", COLUMNS, marks=KERNEL) for name in ("dat", "dat-gt", "dat-d2")),
     ],
 )
 def test_a_list_per_column_is_as_many_single_runs(name, varied, engine):
@@ -124,8 +124,8 @@ def test_a_list_per_column_is_as_many_single_runs(name, varied, engine):
         torch.testing.assert_close(together.output[:, [c]], alone.output, rtol=1e-10, atol=1e-13)
 
 
-@pytest.mark.parametrize("engine", ["torch", pytest.param("fused", marks=KERNEL)])
-@pytest.mark.parametrize("name", ["dsgd", "dat", "d2", "dat-d2", "gt", "dat-gt", "decentlam"])
+@ENGINES
+@pytest.mark.parametrize("name", ["dat", "dat-d2", "dat-gt", "decentlam"])
 def test_schedules_per_column(name, engine):
     problem, schedules = least_squares(RING), (lambda t: 1e-3 / (1 + t / 20), lambda t: 5e-4)
     rule = rules.make(name, lr=lambda t: [lr(t) for lr in schedules])
@@ -248,9 +248,12 @@ def test_only_rules_are_rules(rule, message):
 # --- flows --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("name", ["ring", "star", "torus", "base_graph", "directed_ring", "one_peer_exponential"])
-@pytest.mark.parametrize("size", [9, 36])  # dense and sparse
+@covering(
+    "name, size, dtype",
+    ["ring", "star", "torus", "base_graph", "directed_ring", "one_peer_exponential"],
+    [9, 36],  # dense and sparse
+    [torch.float32, torch.float64],
+)
 def test_flows_sum_to_zero_and_mix_adds_them(name, size, dtype):
     graph = tp.make(name, size)
     flows = StackedMix(graph, dtype=dtype, device=torch.device("cpu"))
@@ -289,7 +292,7 @@ def test_every_pattern_is_among_the_products():
 
 
 @KERNEL
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(20))
 def test_the_kernel_blends_and_flows_in_every_shape(seed):
     """Query points between fields, and flows, against plain operations; rows end inside vectors, or are shorter."""
     random = np.random.default_rng(seed)

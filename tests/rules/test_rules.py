@@ -13,6 +13,7 @@ from klatsch import topology as tp
 from klatsch.rules import averaging
 from klatsch.wire.rehearsal import Rehearsal
 from tests.support.comparisons import assert_same_to_rounding
+from tests.support.covering import covering
 from tests.support.table import ALONE, GRAPHS, RULES, TABLE, UNDEFINED, ZeroGradients, trajectory
 
 table = pytest.mark.parametrize("name", RULES)
@@ -24,8 +25,9 @@ def close(label, found, expected, **tolerances):
 
 
 def graphs_of(name):
-    """The graphs that a rule is defined on."""
-    return {graph: GRAPHS[graph] for rule, graph in TABLE if rule == name}
+    """Every other graph that a rule is defined on, those of the next rule the others."""
+    own = [graph for rule, graph in TABLE if rule == name]
+    return {graph: GRAPHS[graph] for graph in own[[*RULES].index(name) % 2 :: 2]}
 
 
 @table
@@ -68,9 +70,12 @@ def test_the_mean_follows_the_mean_gradient(name):
             close(label, moved, -0.01 * alpha * g, rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.parametrize("order", ["atc", "cta"])
-@pytest.mark.parametrize("weights", ["constant", "linear", "polynomial(3)", "fixed(0.8)"])
-@pytest.mark.parametrize("graph", ["ring", "torus", "one peer", "base graph", "star"])
+@covering(
+    "graph, weights, order",
+    ["ring", "one peer", "star"],
+    ["constant", "linear", "polynomial(3)", "fixed(0.8)"],
+    ["atc", "cta"],
+)
 def test_x_is_the_weighted_average_of_w(graph, weights, order):
     """Lemma B.1, with the weights as they are defined and not as the code computes them."""
     graph = GRAPHS[graph]
@@ -93,7 +98,7 @@ def test_x_is_the_weighted_average_of_w(graph, weights, order):
 
 
 @pytest.mark.parametrize("weights", ["constant", "linear", "fixed(0.9)"])
-@pytest.mark.parametrize("graph", ["ring", "torus", "one peer", "star", "complete"])
+@pytest.mark.parametrize("graph", ["torus", "one peer"])
 def test_atc_with_x_gossiped_early_is_algorithm_2(graph, weights):
     """Written out line by line as the paper prints it."""
     graph = GRAPHS[graph]

@@ -7,6 +7,7 @@ import klatsch
 from klatsch import problems, rules
 from klatsch import topology as tp
 from klatsch.rules import averaging
+from tests.support.covering import covering
 from tests.support.machine import ENGINES
 from tests.support.table import trajectory
 
@@ -23,7 +24,6 @@ GRAPHS = {
     "torus": tp.torus(9),
     "local steps": tp.every(tp.ring(7), 3),
 }
-CASES = [(pattern, graph) for pattern in PATTERNS for graph in GRAPHS if "corr" not in pattern or graph != "base graph"]
 STEPS = 24
 
 
@@ -39,10 +39,16 @@ def schedule_free(start, gradient, lr, weights, beta, momentum):
     return path
 
 
-@pytest.mark.parametrize("weights, momentum", [("constant", 0.9), ("linear", 0.0)])
-@pytest.mark.parametrize("beta", [0.0, 0.3, 0.9, 1.0])
-@pytest.mark.parametrize("pattern, graph", CASES)
-def test_the_mean_is_schedule_free_sgd_on_the_mean_gradient(pattern, graph, beta, weights, momentum):
+@covering(
+    "pattern, graph, beta, how",
+    PATTERNS,
+    GRAPHS,
+    [0.0, 0.3, 0.9, 1.0],
+    [("constant", 0.9), ("linear", 0.0)],
+    where=lambda pattern, graph, *_: "corr" not in pattern or graph != "base graph",
+)
+def test_the_mean_is_schedule_free_sgd_on_the_mean_gradient(pattern, graph, beta, how):
+    weights, momentum = how
     name, options = PATTERNS[pattern]
     graph, lr = GRAPHS[graph], 1e-3 if weights == "constant" else 5e-5
     problem = problems.LeastSquares(graph.size, dim=5, heterogeneity=2.0)

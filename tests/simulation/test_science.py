@@ -98,7 +98,7 @@ def test_anytime_averaging_keeps_nodes_together():
 def test_logistic_regression_is_learnt_over_label_skewed_nodes():
     problem, graph = problems.LogisticRegression(8, dim=10, samples=100, batch=8, alpha=0.1), tp.ring(8)
     start = problem.loss(problem.start()[None])[0] - problem.loss(problem.optimum)[0]
-    for rule, rate in (("dat", 1.0), ("dsgd", 0.05), ("gt", 0.1), ("dat-gt", 0.5), ("dat-d2", 0.5)):
+    for rule, rate in (("dat", 1.0), ("dsgd", 0.05), ("dat-gt", 0.5)):
         result = klatsch.simulate(problem, rules.make(rule, lr=rate), graph, 4000)
         assert result.metrics["worst_loss_gap"][-1] < 0.05 * start, rule
         assert result.engine == "torch"

@@ -8,6 +8,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import networkx as nx
@@ -25,8 +26,9 @@ from klatsch.simulation.mixing import StackedMix
 from klatsch.simulation.record import record_points
 from klatsch.simulation.stack import Gradients
 from tests.support.comparisons import assert_same_to_rounding
+from tests.support.covering import covering
 from tests.support.machine import CUDA, ENGINES, KERNEL
-from tests.support.table import FEW, GRAPHS, LINEAR, RULES, TABLE, ZeroGradients, sampled
+from tests.support.table import GRAPHS, LINEAR, RULES, TABLE, ZeroGradients, sampled
 
 
 @dataclass(frozen=True)
@@ -39,11 +41,12 @@ class Own(rules.Rule):
 @KERNEL
 @pytest.mark.parametrize("name", sampled(LINEAR))
 def test_the_fused_engine_equals_plain_operations(name):
-    """On every graph in float64, and in float32 on one that stays and one that changes."""
+    """On every other graph in float64, and in float32 on one that stays and one that changes."""
     small = 0.01 if "polynomial" in name else 1.0  # its weights grow with the square of t
     rule = RULES[name]([0.0005 * small, 0.002 * small, 0.004 * small])
-    cases = [(graph, torch.float64) for label, graph in TABLE if label == name]
-    cases += [(graph, torch.float32) for graph in ("lazy ring", "one peer") if (graph, torch.float64) in cases]
+    graphs = [graph for label, graph in TABLE if label == name]
+    cases = [(graph, torch.float64) for graph in graphs[LINEAR.index(name) % 2 :: 2]]
+    cases += [(graph, torch.float32) for graph in ("lazy ring", "one peer") if graph in graphs]
     for label, dtype in cases:
         graph = GRAPHS[label]
         problem = problems.LeastSquares(graph.size, dim=19, noise=[1.0, 0.0, 3.0], heterogeneity=2.0)
@@ -111,7 +114,7 @@ def test_any_hyper_parameter_makes_columns(rule, option, values):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rule", [name for name in LINEAR if name in FEW or "," in name])
+@pytest.mark.parametrize("rule", ["dsgd", "dat, momentum", "gt, averaged", "dat-d2, linear"])
 def test_float32_stays_near_float64(rule):
     graph = tp.ring(9)
     problem = problems.LeastSquares(9, heterogeneity=0.1)
@@ -127,15 +130,14 @@ def test_float32_stays_near_float64(rule):
     torch.testing.assert_close(rough.metrics["distance"][near], exact.metrics["distance"][near], rtol=1e-2, atol=0)
 
 
-@pytest.mark.parametrize("rounds", [5_000, pytest.param(100_000, marks=pytest.mark.soak)])
-@pytest.mark.parametrize("name", ["ring", "star", "grid", "base_graph", "complete"])
-def test_mixing_does_not_drift_in_float32(name, rounds):
-    """A plain sum with weights like 1/3 drifts by 1e-3 in 100,000 rounds."""
+@pytest.mark.parametrize("name", ["star", "base_graph"])
+def test_mixing_does_not_drift_in_float32(name):
+    """A plain sum with weights like 1/3 drifts by 1e-3 in 100,000 rounds, which shows after a few thousand."""
     graph = tp.make(name, 9)
     mix = StackedMix(graph, dtype=torch.float32, device=torch.device("cpu"))
     v = torch.randn(9, 1, 8, generator=torch.Generator().manual_seed(0)) + 3
     mean = v.double().mean(0)
-    for t in range(1, rounds + 1):
+    for t in range(1, 5_001):
         (v,) = mix.in_round(t).mix(v)
     assert ((v.double().mean(0) - mean) / mean).abs().max() < 1e-5
     assert (v - v.mean(0)).abs().max() < 1e-5
@@ -143,7 +145,7 @@ def test_mixing_does_not_drift_in_float32(name, rounds):
 
 @pytest.mark.parametrize(
     "rule, engine",
-    [*sampled(RULES, "torch"), *(sampled(LINEAR, "fused") if native.why_not() is None else [])],
+    [*sampled(RULES, "torch"), *(sampled(LINEAR[::3], "fused") if native.why_not() is None else [])],
 )
 def test_a_run_continued_equals_a_run_in_one_go(rule, engine):
     graph, problem = GRAPHS["lazy ring"], problems.LeastSquares(6, dim=7)
@@ -167,17 +169,17 @@ def test_blocks_of_columns_change_nothing(monkeypatch):
     assert_same_to_rounding(second.output, first.output)
 
 
-@pytest.mark.parametrize("columns", [1, 2, 7, 28, 168])
-@pytest.mark.parametrize("threads", [1, 2, 5])
-def test_blocks_cover_every_column_once(columns, threads):
-    blocks = column_blocks(columns, 100, 50, 4, threads)
-    covered = [c for block in blocks for c in range(columns)[block]]
-    assert covered == list(range(columns))
-    assert len(blocks) >= min(threads, columns)
+def test_blocks_cover_every_column_once():
+    for columns, threads in product((1, 2, 7, 28, 168), (1, 2, 5)):
+        blocks = column_blocks(columns, 100, 50, 4, threads)
+        covered = [c for block in blocks for c in range(columns)[block]]
+        assert covered == list(range(columns))
+        assert len(blocks) >= min(threads, columns)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@ENGINES
+@pytest.mark.parametrize(
+    "engine, dtype", [("torch", torch.float64), pytest.param("fused", torch.float32, marks=KERNEL)]
+)
 def test_a_column_that_diverges_becomes_inf_and_leaves_the_others_alone(engine, dtype):
     graph, problem = tp.ring(6), problems.LeastSquares(6, dim=5)
     rule = rules.make("dsgd", [0.001, 1.0, 0.002])
@@ -237,7 +239,7 @@ def test_the_learning_rate_may_be_a_function_of_the_round(engine):
 
 
 @ENGINES
-@pytest.mark.parametrize("steps", [1, 2, 50])
+@pytest.mark.parametrize("steps", [1, 50])
 def test_a_schedule_is_never_asked_beyond_the_last_round(engine, steps, tmp_path):
     table = [0.001] * steps
     rule = rules.make("dsgd", lambda t: table[t - 1])
@@ -408,10 +410,11 @@ LARGE = {
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"])
-@pytest.mark.parametrize("dense, widest", [(True, 4), (False, 6), (False, 4)])  # of 6 columns
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("graph", LARGE)
-def test_mixing_is_a_product_with_the_matrix_of_the_round(graph, dtype, dense, widest, device, monkeypatch):
+@covering(
+    "graph, dtype, way", LARGE, [torch.float32, torch.float64], [(True, 4), (False, 6), (False, 4)]
+)  # of 6 columns
+def test_mixing_is_a_product_with_the_matrix_of_the_round(graph, dtype, way, device, monkeypatch):
+    dense, widest = way
     graph = LARGE[graph]
     monkeypatch.setattr("klatsch.simulation.mixing.DENSE_NODES", dict.fromkeys(("cpu", "cuda"), 1000 if dense else 0))
     monkeypatch.setattr("klatsch.simulation.mixing.WIDEST", widest)
@@ -458,8 +461,7 @@ class First(Own):
         return {"w": w}
 
 
-@pytest.mark.parametrize("rule", [EveryThird, WarmUp, First])
-@pytest.mark.parametrize("record", [[2, 4, 6, 8], [40], range(1, 41)])
+@pytest.mark.parametrize("rule, record", [(EveryThird, [2, 4, 6, 8]), (WarmUp, [40]), (First, range(1, 41))])
 def test_rules_that_ask_about_the_round_run_with_plain_operations(rule, record):
     problem, graph = problems.LeastSquares(5, dim=4), tp.ring(5)
     result = klatsch.simulate(problem, rule([0.001, 0.002]), graph, 40, record=record)

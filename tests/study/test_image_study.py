@@ -71,9 +71,12 @@ def test_on_a_gpu_graphs_of_other_periods_do_not_share_a_stack():
     assert len(pack(cases, "cuda")) == 2  # D2 corrects over as many rounds as lie between two mixes
 
 
+@pytest.mark.soak
 def test_learning_rates_are_chosen_by_accuracy(tmp_path, in_threads, start):
     tiny = {"name": "fashion-mnist", "alpha": 1.0, "test": 500}
-    small = study(nodes=4, topologies="ring", rules=["dsgd"], lr=[1e-9, 0.1], epochs=None, steps=40, problem=tiny)
+    small = study(
+        nodes=4, topologies="ring", rules=["dsgd"], lr=[1e-9, 0.1], seeds=1, epochs=None, steps=40, problem=tiny
+    )
     with Store(tmp_path / "s.sqlite") as store:
         found = run_study(small, store)
         for row in found.rows:
@@ -303,6 +306,7 @@ def test_command_line_refuses_in_one_line(tmp_path, run_cli, monkeypatch, words,
     assert found in err
 
 
+@pytest.mark.soak
 def test_the_same_on_ranks(tmp_path, start, launch):
     """Processes, one per node, gives the accuracies of the simulation."""
     file = tmp_path / "images.toml"

@@ -51,7 +51,7 @@ def worker_processes(driver):
 
 
 @pytest.mark.soak
-def test_kill_9_ten_times_and_the_table_is_the_same(tmp_path, start):
+def test_kill_9_again_and_again_and_the_table_is_the_same(tmp_path, start):
     """Workers and the driver in turn, at random moments."""
     file = tmp_path / "s.toml"
     file.write_text(PAPER)
@@ -72,9 +72,9 @@ def test_kill_9_ten_times_and_the_table_is_the_same(tmp_path, start):
             saved += process.poll() is None
         time.sleep(moments.uniform(0.0, 3.0))
         crew = worker_processes(process)
-        if kills == 10:
+        if kills == 6:
             break
-        if process.poll() is not None:  # a fast machine was done before the tenth kill: once more, from the start
+        if process.poll() is not None:  # a fast machine was done before the last kill: once more, from the start
             assert process.returncode == 0
             process.communicate()
             for file_ in tmp_path.glob("wild.sqlite*"):
@@ -84,7 +84,7 @@ def test_kill_9_ten_times_and_the_table_is_the_same(tmp_path, start):
             os.kill(crew[0].pid, signal.SIGKILL)
             kills += 1
             time.sleep(moments.uniform(0.0, 3.0))
-        if process.poll() is None and kills < 10:
+        if process.poll() is None and kills < 6:
             crew += worker_processes(process)
             process.send_signal(signal.SIGKILL)
             kills += 1
@@ -94,7 +94,7 @@ def test_kill_9_ten_times_and_the_table_is_the_same(tmp_path, start):
     if process.returncode != 0:
         again = start("run", file, "--store", store).done()
         assert (again.returncode, complaints(again.stderr)) == (0, [])
-    assert kills == 10
+    assert kills == 6
     assert saved, "no batch was ever in progress"
     assert table(start, store, tmp_path / "wild.csv") == table(start, tmp_path / "calm.sqlite", tmp_path / "calm.csv")
     assert not list(tmp_path.glob("*.safetensors"))

@@ -22,7 +22,7 @@ from tests.support.rank_scenarios import problem_of
 from tests.support.waiting import HANG, wait_until
 
 LR = 1e-3
-HARMS = {"nan": torch.nan, "inf": -torch.inf, "absurd": 1e25}
+HARMS = {"nan": torch.nan, "absurd": 1e25}
 
 
 def begin(graph="ring", rule="dat", dtype=torch.float64, **options):
@@ -136,7 +136,7 @@ def interrupted(folder, victim):
     keep(folder, optimizer, x, again=klatsch.average_(model, parameters=True).x.detach().clone())
 
 
-def stopped(folder, what, victim=2, timeout=20):
+def stopped(folder, victim=2, timeout=20):
     """A rank stops itself inside a call of all ranks, after they have come together, until the others have ended."""
     optimizer, x, problem = begin(timeout=timeout)
     model = nn.Module()
@@ -152,11 +152,7 @@ def stopped(folder, what, victim=2, timeout=20):
         return mean(self, mine)
 
     Assembly.mean = stops
-    if what == "merged":
-        with klatsch.merged(model):
-            pass
-    else:
-        klatsch.average_(model, parameters=True)
+    klatsch.average_(model, parameters=True)
 
 
 def one_batch_less(folder):

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import klatsch
 from tests.support.rank_scenarios import group
 
-HOSTS, INSIDE, ROUNDS, BLOCK = 2, 2, 20, 256
+HOSTS, INSIDE, ROUNDS, BLOCK = 2, 2, 12, 256
 RULES = {
     "dat": ("dat", {"lr": 0.05}),
     "dat-d2 beta": ("dat-d2", {"lr": 0.05, "beta": 0.9, "averaging": "constant"}),
@@ -24,8 +24,9 @@ RULES = {
 }
 CHANNELS = {"plain": {}, "seldom and small": {"every": 4, "wire": "int8"}}
 CASES = [(kind, "dat", "plain") for kind in ("ddp before", "fsdp2", "whole")]
-CASES += [(kind, label, "seldom and small") for kind in ("ddp before", "fsdp2") for label in RULES if label != "dat"]
-CASES += [("ddp before", "dat-gt", "plain"), ("ddp after", "dat", "seldom and small")]
+CASES += [("ddp before", label, "seldom and small") for label in ("dat-d2 beta", "dat-gt")]
+CASES += [("fsdp2", label, "seldom and small") for label in ("dat-d2 beta", "dat-adam")]
+CASES += [("ddp after", "dat", "seldom and small")]
 
 
 def graph_of(channel):
@@ -212,8 +213,8 @@ def batches(rank, inside):
     return range(rank * INSIDE // inside, (rank + 1) * INSIDE // inside)
 
 
-def survive(folder, kind, rounds=60):
-    """A whole host of three is killed in round 20, and the others go on without it."""
+def survive(folder, kind, rounds=20):
+    """A whole host of three is killed in round 5, and the others go on without it."""
     rank, size = group()
     mesh = init_device_mesh("cpu", (size // INSIDE, INSIDE), mesh_dim_names=("host", "gpu"))
     made = klatsch.rules.make("dat", lr=0.05)
@@ -221,7 +222,7 @@ def survive(folder, kind, rounds=60):
     model, optimizer = prepared(kind, mesh, partial(klatsch.Gossip, rule=made, **options))
     for t in range(rounds):
         train(model, optimizer, 1, t)
-        if t == 20 and rank >= size - INSIDE:
+        if t == 5 and rank >= size - INSIDE:
             os.kill(os.getpid(), signal.SIGKILL)
     found = {"lost": optimizer.lost, "x": whole(optimizer.output()), "consensus": optimizer.consensus()}
     klatsch.average_(model, parameters=True)
@@ -312,7 +313,7 @@ def one_link(folder):
     mesh = init_device_mesh("cpu", (HOSTS, INSIDE), mesh_dim_names=("host", "gpu"))
     options = {"on_failure": "continue", "on_nonfinite": "skip", "timeout": 60}
     model, optimizer = prepared("ddp before", mesh, partial(klatsch.optim.DSGD, lr=0.05, **options))
-    for t in range(20):
+    for t in range(12):
         if t == 5 and rank == INSIDE:
             optimizer.vectors()[0]["w"][:2] = torch.nan
         train(model, optimizer, 1, t)

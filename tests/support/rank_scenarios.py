@@ -47,14 +47,17 @@ RANK_RULES = {
 }
 RANK_GRAPHS = ("ring", "one_peer_exponential", "base_graph", "directed_ring", "ring/4", "base_graph/3")
 PATTERNS = ("dsgd", "dat cta beta", "gt average", "d2", "dat-sgp", "gasloc", "kgt")  # one rule of each
-# Patterns on every graph, their products on two that differ in all; options, which know nothing of graphs, on one.
+# Two patterns on every graph, the others on every other one; their products and options, which know nothing of graphs,
+# on one or two.
 RANK_CASES = dict.fromkeys(RANK_RULES, ("ring/4",))
-RANK_CASES |= dict.fromkeys(klatsch.rules.RULES, ("one_peer_exponential", "ring/4"))
-RANK_CASES |= {"dsgd shared": RANK_GRAPHS, "dsgd first": ("one_peer_exponential", "ring/4")}
-RANK_CASES |= {"noloco": ("random_matching", "one_peer_exponential", "ring/4")}
-RANK_CASES |= dict.fromkeys(PATTERNS, RANK_GRAPHS) | {"decentlam": ("ring",)}
+RANK_CASES |= dict.fromkeys([*klatsch.rules.RULES][::2], ("one_peer_exponential", "ring/4"))
+RANK_CASES |= {"dsgd shared": RANK_GRAPHS, "noloco": ("random_matching", "ring/4"), "decentlam": ("ring",)}
+RANK_CASES |= {rule: RANK_GRAPHS[k % 2 :: 2] for k, rule in enumerate(PATTERNS)} | {
+    "dsgd": RANK_GRAPHS,
+    "d2": RANK_GRAPHS,
+}
 ROUNDS, LR = 12, 1e-3  # as many as base_graph/3 takes to come around
-ENDURE_LR = 5e-3
+ENDURE_LR, DEATH = 5e-3, 10  # the last round of one that is killed
 
 
 def lr_of(label):
@@ -171,13 +174,13 @@ def endure(
     graph="ring",
     on_failure="raise",
     timeout=60,
-    rounds=150,
-    ask=False,
+    rounds=60,
+    ask=None,
     rule="dsgd",
     options=None,
     travel=None,
 ):
-    """A run in which one rank kills or stops itself after 40 rounds; every point that the others pass is kept."""
+    """A run in which one rank kills or stops itself after DEATH rounds; every point that the others pass is kept."""
     rank, size = group()
     problem = problem_of(size)
     x = nn.Parameter(problem.start().clone())
@@ -185,12 +188,12 @@ def endure(
     optimizer = klatsch.Gossip([x], made, graph, timeout=timeout, on_failure=on_failure, **travel or {})
     path, lost = [x.detach().clone()], [()]
     for t in range(1, rounds + 1):
-        if rank == victim and t == 41:
+        if rank == victim and t == DEATH + 1:
             os.kill(os.getpid(), getattr(signal, harm))
         train(optimizer, x, problem, rank, 1)
         path.append(x.detach().clone())
         lost.append(optimizer.lost)
-        if ask and t == 100:  # those who are left, and without harm
+        if t == ask:  # those who are left, and without harm
             model = nn.Module()
             model.x = x
             model.register_buffer("number", torch.tensor([float(rank)]))
@@ -208,7 +211,7 @@ def awake(folder, graph, timeout, rule="dsgd"):
     optimizer = klatsch.Gossip(
         [x], klatsch.rules.make(rule, lr=ENDURE_LR), graph, timeout=timeout, on_failure="continue"
     )
-    left = 100
+    left = 30
     while left:
         if rank == 1 and optimizer.rounds == 10:
             os.kill(os.getpid(), signal.SIGSTOP)
@@ -298,7 +301,7 @@ def weighted(folder):
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # no rule warns of its defaults
             optimizer = made(x, weight=[10, 20, 70][rank])
-        for _ in range(120):
+        for _ in range(80):
             optimizer.zero_grad()
             ((x - rank).square() / 2).sum().backward()
             optimizer.step()

@@ -324,5 +324,5 @@ def test_silent_rounds_cost_no_product(monkeypatch):
 
 
 def test_news_needs_one_silence_per_hop():
-    for graph, H in product_of(GRAPHS.values(), EVERY):
+    for graph, H in product_of(GRAPHS.values(), EVERY[-1:]):
         assert lag(tp.every(graph, H)) == H * lag(graph) == lag(replace(tp.every(graph, H), every=1, all_reduce=False))
