@@ -19,8 +19,9 @@ class Pointer:
 
 LANGUAGE = SimpleNamespace(
     float32=torch.float32,
-    load=lambda place, mask=None: place.vector.clone(),
-    store=lambda place, value, mask: place.vector.copy_(value),
+    load=lambda place, mask=None, other=None: place.vector.clone(),
+    store=lambda place, value, mask=None: place.vector.copy_(torch.as_tensor(value)) if mask is None or mask else None,
+    sum=torch.sum,
     sqrt_rn=torch.sqrt,
     div_rn=lambda a, b: a / b,
     abs=torch.abs,

@@ -341,7 +341,12 @@ class Gossip(Watched, Joinable, JoinHook):
         if any(wrong for wrong, _ in told):
             self._skip(self._wrong or "the gradient of a piece on another rank of this host is not finite, or absurd")
         # All shares hear from the neighbours before any moves: a failure leaves them at the same round.
-        lost = self.host.together(self.rounds + 1, self._exchange, self.topology.size)
+        try:
+            lost = self.host.together(self.rounds + 1, self._exchange, self.topology.size)
+        except RuntimeError:
+            for share in self.shares:
+                share.restore()
+            raise
         self._lost_by_host = {node for row in lost for node, gone in enumerate(row) if gone}
         for share in self.shares:
             share.advance()
@@ -505,7 +510,7 @@ class Gossip(Watched, Joinable, JoinHook):
         for share in self.shares:
             share.node.balance()
         for share in self.shares:
-            share.node.exchange(share.given)
+            share.exchange()
         return [float(node in self._links.lost) for node in range(self.topology.size)]
 
     def _follow_schedule(self) -> None:

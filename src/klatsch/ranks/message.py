@@ -64,6 +64,11 @@ class Part(NamedTuple):
         return as_it_is(self.held)
 
     @property
+    def is_plain(self) -> bool:
+        """Whether a kernel can read it as it lies there."""
+        return self.encoding.elementwise and self.held is None
+
+    @property
     def is_sound(self) -> bool:
         """Whether its numbers are finite, which streams of whole numbers are."""
         return all(is_sound(stream.reshape(-1)) for stream in self.streams if stream.is_floating_point())
@@ -77,6 +82,7 @@ class Layout:
         self._shapes = [(s, encoding if encoding and s[-1] == like.shape[-1] else plain) for s in shapes]
         self.differences = {n: shape for n, (shape, encoding) in enumerate(self._shapes) if encoding.remembers}
         self.exact = all(encoding == plain for _, encoding in self._shapes)
+        self.elementwise = all(encoding.elementwise for _, encoding in self._shapes)
         self._places: list[list[tuple[torch.dtype, int, slice]]] = []  # by tensor and stream: type, length and bytes
         self.size = 0
         for shape, encoding in self._shapes:
