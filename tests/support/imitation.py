@@ -29,6 +29,43 @@ LANGUAGE = SimpleNamespace(
 )
 
 
+class Address:
+    """Where a tensor's numbers are, one by one."""
+
+    def __init__(self, tensor, at=0):
+        self.tensor, self.at = tensor, at
+
+    def __add__(self, further):
+        return Address(self.tensor, self.at + further)
+
+
+def load_blocks(place, mask, other):
+    return torch.where(mask, place.tensor.view(-1)[torch.where(mask, place.at, 0)], other)
+
+
+def store_blocks(place, value, mask):
+    place.tensor.view(-1)[place.at[mask]] = value[mask]
+
+
+def blocks_of(program):
+    """What the kernels of encodings see as Triton's language, for one program."""
+    kinds = {name: getattr(torch, name) for name in ("int8", "int32", "int64", "float32", "bfloat16")}
+    return SimpleNamespace(
+        **kinds,
+        program_id=lambda axis: torch.tensor(program),
+        arange=torch.arange,
+        load=load_blocks,
+        store=store_blocks,
+        cast=lambda v, dtype, bitcast: v.view(dtype),
+        max=torch.amax,
+        sum=torch.sum,
+        abs=torch.abs,
+        where=torch.where,
+        div_rn=torch.div,
+        static_range=range,
+    )
+
+
 class Kernel:
     """A kernel with some lines; kernel[grid](...) runs them once for all programs."""
 

@@ -40,7 +40,7 @@ class Part(NamedTuple):
 
     def write(self, v: Tensor) -> None:
         """Encode v."""
-        encoded = self.encoding.encode(v if self.held is None else v - self.held)
+        encoded = self.encoding.encode(v) if self.held is None else self.encoding.encode_difference(v, self.held)
         for stream, given in zip(self.streams, encoded, strict=True):
             stream.copy_(given)
 
@@ -60,7 +60,7 @@ class Part(NamedTuple):
         if self.held is None:
             return self
         for block in blocks:
-            (self.held if block is None else self.held[block]).copy_(self.cut(block).read(self.held.dtype))
+            self.encoding.add(self.cut(block).streams, self.held if block is None else self.held[block])
         return as_it_is(self.held)
 
     @property
