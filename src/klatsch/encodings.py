@@ -34,7 +34,7 @@ MOST_AT_ONCE = 1 << 28  # numbers
 KINDS = (torch.float32, torch.float64)  # what the kernel is for
 AT_ONCE = 8  # blocks that one program of a GPU encodes
 WORKS: dict[Callable[..., None], bool] = {}  # kernels for a GPU that have run, or could not
-tl: Any = None  # triton.language, once they are needed
+tl: object = None  # triton.language, once they are needed
 
 
 class Encoding:
@@ -308,7 +308,7 @@ def _runs(kernel: Callable[..., None], v: Tensor, *others: Tensor | None) -> boo
 def _launch(kernel: Callable[..., None], v: Tensor, *others: Tensor | None) -> None:
     length = v.shape[-1]
     chunks = -(-length // (BLOCK * AT_ONCE))
-    with torch.cuda.device_of(v):
+    with torch.cuda.device_of(v):  # type: ignore[no-untyped-call]
         _compiled(kernel)[(v.numel() // length * chunks,)](v, *others, length, chunks, enable_fp_fusion=False)
 
 

@@ -24,7 +24,7 @@ from klatsch.optim import groups, hosts
 from klatsch.optim.groups import OnNonFinite
 from klatsch.optim.points import Watch, model_of
 from klatsch.optim.post import Own, Post, crew_of, graphs_of, held_by, rescaled
-from klatsch.optim.share import Share
+from klatsch.optim.share import Share, restore
 from klatsch.optim.watched import MOST_SKIPPED, Watched
 from klatsch.ranks.agreement import everyone_of, group_of, ranks_of
 from klatsch.ranks.assembly import assembled
@@ -140,8 +140,7 @@ class Gossip(Watched, Joinable, JoinHook):
         model = model_of(params)
         super().__init__(params, defaults)
         Joinable.__init__(self)
-        self._made = True
-        self.on_nonfinite = on_nonfinite
+        self._made, self.on_nonfinite = True, on_nonfinite
         self.skipped, self.caught_up, self._finished = 0, 0, False
         self._lost_by_host: set[int] = set()
         self.idle_hooks: list[weakref.WeakMethod[Callable[[], None]]] = []  # called after rounds without gradient
@@ -158,8 +157,7 @@ class Gossip(Watched, Joinable, JoinHook):
                 f"{rule.name} needs whole matrices, and the {self.host.size} ranks of a host share them out; give "
                 "group=mesh.get_group(0) instead of mesh, with DDP inside hosts, or use a rule such as dadam"
             )
-        self._apart = rule.apart
-        self.watch = Watch(self, trained, ranks, self._apart)
+        self._apart, self.watch = rule.apart, Watch(self, trained, ranks, rule.apart)
         if model is not None:
             self.watch.take(model)
         graph = rule.graph if topology is None else topology
@@ -344,8 +342,7 @@ class Gossip(Watched, Joinable, JoinHook):
         try:
             lost = self.host.together(self.rounds + 1, self._exchange, self.topology.size)
         except RuntimeError:
-            for share in self.shares:
-                share.restore()
+            restore(self.shares)
             raise
         self._lost_by_host = {node for row in lost for node, gone in enumerate(row) if gone}
         for share in self.shares:

@@ -10,7 +10,7 @@ memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Literal
 
@@ -223,11 +223,6 @@ class Share:
         self.node.advance(self.given, self._move)
         self.mark_written()
 
-    def restore(self) -> None:
-        """Put the model back to where the round began, which has failed."""
-        if self.node.moved:
-            self._write("query", self._own)
-
     def _move(self, block: Block, state: State, rule: Rule) -> None:
         self._own[block].copy_(rule.query(state))
 
@@ -395,6 +390,13 @@ class Share:
         for parameter, (shape, _, start) in zip(self.parameters, self.layout, strict=True):
             vector[start : start + shape.numel()] = numbers[id(parameter)]
         return vector[self.own]
+
+
+def restore(shares: Iterable[Share]) -> None:
+    """Put the model back to where a round began, which has failed."""
+    for share in shares:
+        if share.node.moved:
+            share.node.write(share.rule.query, share.values[share.own])
 
 
 def _cut(setting: Setting, block: Block) -> Setting:

@@ -38,6 +38,9 @@ FORMULAS = {
 WORKING: set[str] = set()  # kernels that have run: if another one fails, something is missing, such as a C compiler
 
 
+Term = tuple[str, tuple[float, ...]]  # an operation and the numbers of its terms, "factor" or a "vector" by its place
+
+
 class Formulas:
     """What the kernels of a round compute, every formula once: what one of them has written, the next ones read.
 
@@ -45,19 +48,19 @@ class Formulas:
     """
 
     def __init__(self) -> None:
-        self.terms: list[tuple[Any, ...]] = []  # by number: an operation and its terms, a coefficient, or a vector
+        self.terms: list[Term] = []  # by number
         self.vectors: dict[int, Tensor] = {}  # by term
         self.written: dict[int, Tensor] = {}  # by term: where it lies
         self.doubtful: dict[int, int] = {}  # by term: the neighbour that has sent it, while that may not be finite
         self._flags: dict[int, Tensor] = {}  # by neighbour: where kernels say that something was not
-        self._numbers: dict[tuple[Any, ...], int] = {}
+        self._numbers: dict[Term, int] = {}
 
-    def term(self, *known: Any) -> int:
+    def term(self, operation: str, *inputs: float) -> int:
         """The number of a formula."""
-        if known not in self._numbers:
-            self._numbers[known] = len(self.terms)
-            self.terms.append(known)
-        return self._numbers[known]
+        if (term := (operation, inputs)) not in self._numbers:
+            self._numbers[term] = len(self.terms)
+            self.terms.append(term)
+        return self._numbers[term]
 
     def vector(self, vector: Tensor) -> int:
         """The term of a vector, or of a single number in memory."""
@@ -101,15 +104,15 @@ class Script(Tracer):
         """A symbol that stands for a vector, or for a single number; a symbol stands for itself."""
         return vector if isinstance(vector, Symbol) else Symbol(self, self.formulas.vector(vector))
 
-    def heard(self, vector: Tensor, source: int | None) -> Any:
-        symbol = self.symbol(vector)
+    def heard(self, vector: Tensor, source: int | None) -> Symbol:
+        term = self.formulas.vector(vector)
         if source is not None:
-            self.formulas.doubtful[symbol.known] = source
-        return symbol
+            self.formulas.doubtful[term] = source
+        return Symbol(self, term)
 
-    def result(self, operation: str, *inputs: Any) -> int | None:
-        terms = [self._term(v) for v in inputs]
-        return None if None in terms else self.formulas.term(operation, *terms)
+    def result(self, operation: str, *inputs: object) -> int | None:
+        terms = [term for v in inputs if (term := self._term(v)) is not None]
+        return self.formulas.term(operation, *terms) if len(terms) == len(inputs) else None
 
     def store(self, target: Tensor, value: object) -> None:
         """Write a value where a vector lies, when all is read."""
@@ -172,13 +175,13 @@ class Script(Tracer):
     def _name(self, term: int) -> str:
         """The name of a term in the lines, which compute it."""
         if term not in self._names:
-            operation, *inputs = self.formulas.terms[term]
+            operation, inputs = self.formulas.terms[term]
             vector = self.formulas.written.get(term, self.formulas.vectors.get(term))
             if operation == "factor":
                 self.factors.append(*inputs)
                 self._names[term] = f"c{len(self.factors) - 1}"
             elif vector is None:
-                self._names[term] = self._line(FORMULAS[operation].format(*map(self._name, inputs)))
+                self._names[term] = self._line(FORMULAS[operation].format(*map(self._name, map(int, inputs))))
             else:
                 single = vector.numel() == 1
                 place = self._pointer(vector) + ("" if single else " + at, mask=inside, other=0.0")
@@ -222,6 +225,6 @@ def compiled(body: str, vectors: int, factors: int) -> Any:
 """
     file = f"<klatsch kernel {abs(hash(source)):x}>"
     linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file  # Triton reads the source again
-    space: dict[str, Any] = {"tl": triton.language}
+    space: dict[str, object] = {"tl": triton.language}
     exec(compile(source, file, "exec"), space)
     return triton.jit(space["update"])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -77,12 +77,12 @@ class Heard(NamedTuple):
         others = {j: self._read(parts[part].cut(block), v, j) for j, parts in self.voices.items()}
         return others, v if self.own is None else self._read(self.own[part].cut(block), v)
 
-    def _read(self, part: Part, v: Tensor, source: int | None = None) -> Any:
+    def _read(self, part: Part, v: Tensor, source: int | None = None) -> Tensor:
         """What a part says, as a symbol where v is one."""
         if not isinstance(v, Symbol):
             return part.read(self.dtype)
         said = part.streams[0] if part.is_plain else part.read(self.dtype)
-        return v.tracer.heard(said, source if self.doubtful else None)
+        return v.tracer.heard(said, source if self.doubtful else None)  # type: ignore[return-value]
 
 
 class Mailbox:

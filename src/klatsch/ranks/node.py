@@ -421,7 +421,7 @@ class Node:
                 elif mail.late and not mixed:  # nothing arrives in this round
                     results.append(torch.zeros_like(tensor))
                 elif stop is not None and traced:  # not known yet
-                    results.append(Symbol(tensor.tracer, None))
+                    results.append(Symbol(tensor.tracer, None))  # type: ignore
                 else:
                     results.append(tensor)
             return tuple(results)

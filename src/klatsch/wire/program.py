@@ -40,7 +40,7 @@ class Tracer(ABC):
         """Write a value where a vector lies."""
         raise NotTraceableError("copy_ to a vector")
 
-    def heard(self, vector: Tensor, source: int | None) -> Any:
+    def heard(self, vector: Tensor, source: int | None) -> Symbol:
         """A symbol for a message, with the neighbour that has sent it if its numbers may not be finite."""
         raise NotTraceableError("a message")
 
