@@ -239,7 +239,7 @@ class Node:
         self._following = self._fields | mail.early_fields(t + 1)
         beside = self._fuses and self._levels.get("state") != 0
         alone = {name: v for name, v in self._fields.items() if beside and v is self._following[name]}
-        self._spare = each(torch.empty_like, alone) | {name: v for name, v in self._spare.items() if name in alone}
+        self._spare = {n: self._spare[n] if n in self._spare else torch.empty_like(v) for n, v in alone.items()}
         self._following |= self._spare
         if mail.late:
             mail.listen(t - mail.late)
