@@ -1,13 +1,14 @@
 """What an optimizer costs on a GPU: its own kernels, and what is left of its messages behind the gradient.
 
-Run: torchrun --nproc-per-node 2 benchmarks/gpu.py [--micro 24] [--trace FILE]
+Run: torchrun --nproc-per-node 2 benchmarks/gpu.py [--micro 24] [--kernels] [--trace FILE]
      .venv/bin/python benchmarks/gpu.py --draw FILE docs/images/gpu-step.png
 
 Two ranks over gloo train a GPT of 100 million parameters. Rank 0 is on the GPU, and measured; rank 1 is on the CPU, as
 if on another machine, and has no data: it only gossips, so that nothing else uses the GPU. In turns in the same
 process, on the same gradients: torch's fused AdamW, and klatsch's optimizers. Own time is the time of all kernels
 that a step starts, without copies between the GPU and the machine's memory, which are messages; it is also given in
-units of fused AdamW's. A step takes the gradient of --micro batches of 16 windows of 1,024 tokens, in bfloat16.
+units of fused AdamW's. A step takes the gradient of --micro batches of 16 windows of 1,024 tokens, in bfloat16; with
+--micro 0 there are no whole steps. --kernels also lists the kernels of a step.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +40,13 @@ OPTIMIZERS: dict[str, Callable[[Any], klatsch.Gossip]] = {
     "DATAdamW": lambda p: klatsch.optim.DATAdamW(p, lr=1e-4),
     "DATAdamW, cta": lambda p: klatsch.optim.DATAdamW(p, lr=1e-4, order="cta"),
     "GossipAdamW": lambda p: klatsch.optim.GossipAdamW(p, lr=1e-4),
+    "GossipAdamW, cta": lambda p: klatsch.optim.GossipAdamW(p, lr=1e-4, order="cta"),
     "GossipAdamW, cta, not shared": lambda p: klatsch.optim.GossipAdamW(p, lr=1e-4, order="cta", shared=False),
+    "GossipSGD, int8": lambda p: klatsch.optim.GossipSGD(p, lr=1e-3, wire="int8"),
+    "DATSGD, beta 0.9, int8": lambda p: klatsch.optim.DATSGD(p, lr=1e-3, beta=0.9, wire="int8"),
+    "DATSGD, beta 0.9, bfloat16": lambda p: klatsch.optim.DATSGD(p, lr=1e-3, beta=0.9, wire="bfloat16"),
+    "DATSGD, beta 0.9, late": lambda p: klatsch.optim.DATSGD(p, lr=1e-3, beta=0.9, every=2, late=1),
+    "DATSGD, beta 0.9, late, int8": lambda p: klatsch.optim.DATSGD(p, lr=1e-3, beta=0.9, every=2, late=1, wire="int8"),
 }
 
 
@@ -95,21 +103,33 @@ def profiled(work: Callable[[], object], file: str) -> list[dict[str, Any]]:
     return [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy")]
 
 
-def own_kernels(step: Callable[[], object]) -> tuple[float, int]:
-    """Milliseconds of the kernels that a step starts, and their number."""
+def own_kernels(step: Callable[[], object]) -> list[tuple[str, float]]:
+    """The kernels that a step starts, in order: names and microseconds."""
     events = [e for e in profiled(step, f"{tempfile.gettempdir()}/klatsch-gpu.json") if e["cat"] == "kernel"]
-    return sum(e["dur"] for e in events) / 1e3, len(events)
+    return [(e["name"], e["dur"]) for e in sorted(events, key=lambda e: e["ts"])]
 
 
-def steps_of(model: nn.Module, optimizer: Any, rank: int, micro: int) -> dict[str, float]:
-    """Milliseconds of a step's kernels, and seconds of whole steps; rank 1 takes part without data."""
-    found: dict[str, float] = {}
+def steps_of(model: nn.Module, optimizer: Any, rank: int, micro: int, lists: bool) -> dict[str, float]:
+    """Milliseconds of a step's kernels, and seconds of whole steps; rank 1 takes part without data.
+
+    Where nodes talk in every other round only, it is the mean of two rounds.
+    """
+    found: dict[str, float] = {"seconds": 0.0, "waited": 0.0}
     kernels = []
     for _ in range(ROUNDS):
         if rank == 0:
             kernels.append(own_kernels(optimizer.step))
         else:
             optimizer.step()
+    if rank == 0:
+        own = [sum(time for _, time in step) / 1e3 for step in kernels[2:]]
+        found["kernels"] = statistics.median([(a + b) / 2 for a, b in pairwise(own)])
+        found["count"] = statistics.mean(map(len, kernels[2:]))
+        for name, took in kernels[-1] + kernels[-2] if lists else ():
+            if took > 10.0:  # the others read single numbers
+                print(f"    {name[:70]:72}{took:9.1f} us")
+    if not micro:
+        return found
     for k in range(ROUNDS):
         if rank == 0:
             if k == 2:
@@ -123,7 +143,6 @@ def steps_of(model: nn.Module, optimizer: Any, rank: int, micro: int) -> dict[st
         torch.cuda.synchronize()
         found["seconds"] = (time.perf_counter() - began) / (ROUNDS - 2)
         found["waited"] = (getattr(optimizer, "seconds_waited", 0.0) - before) / (ROUNDS - 2)
-        found["kernels"], found["count"] = (statistics.median(values) for values in zip(*kernels[2:], strict=True))
     return found
 
 
@@ -179,6 +198,7 @@ def draw(file: str, picture: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--micro", type=int, default=24, help="batches per gradient")
+    parser.add_argument("--kernels", action="store_true", help="list the kernels of two steps")
     parser.add_argument("--trace", help="a file for what torch.profiler sees of two steps of DATSGD, cta")
     parser.add_argument("--draw", nargs=2, metavar=("TRACE", "PICTURE"))
     given = parser.parse_args()
@@ -200,7 +220,8 @@ def main() -> None:
         numbers = sum(p.numel() for p in model.parameters())
         print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {numbers / 1e6:.0f} M parameters")
         print(f"gradient of {given.micro} batches alone: {alone * 1e3:.0f} ms")
-        base = steps_of(model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True), rank, given.micro)
+        fused = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+        base = steps_of(model, fused, rank, given.micro, given.kernels)
         print(f"{'':28}{'kernels':>8}{'own ms':>9}{'x AdamW':>9}{'step ms':>9}{'waited ms':>11}")
         print(
             f"{'fused AdamW':28}{base['count']:8.0f}{base['kernels']:9.2f}{1:9.2f}{base['seconds'] * 1e3:9.0f}",
@@ -210,7 +231,7 @@ def main() -> None:
         p.grad = torch.zeros_like(p)
     for name, make in OPTIMIZERS.items():
         optimizer = make(model.parameters())
-        found = steps_of(model, optimizer, rank, given.micro)
+        found = steps_of(model, optimizer, rank, given.micro, given.kernels)
         if rank == 0:
             own, ratio = found["kernels"], found["kernels"] / base["kernels"]
             whole, waited = found["seconds"] * 1e3, found["waited"] * 1e3

@@ -7,12 +7,12 @@ remembers sends C(v - h), where h is what both ends hold; both then add to h wha
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar, no_type_check
 
 import torch
 from torch import Tensor
@@ -32,6 +32,9 @@ FEW = 8  # numbers of a block that a GPU finds sooner one after the other
 SHORT, FINEST = 64, 7  # numbers that share a scale, and the largest code, of four bits
 MOST_AT_ONCE = 1 << 28  # numbers
 KINDS = {torch.float32: "f32", torch.float64: "f64"}  # what the kernel is for
+AT_ONCE = 8  # blocks that one program of a GPU encodes
+WORKS: dict[Callable[..., None], bool] = {}  # kernels for a GPU that have run, or could not
+tl: object = None  # triton.language, once they are needed
 
 
 class Encoding:
@@ -56,6 +59,14 @@ class Encoding:
     def decode(self, streams: Sequence[Tensor], numbers: int, dtype: torch.dtype) -> Tensor:
         """What the streams say of so many numbers, the same bits on every machine."""
         raise NotImplementedError(f"{type(self).__name__} has no decode(self, streams, numbers, dtype)")
+
+    def encode_difference(self, v: Tensor, held: Tensor) -> Sequence[Tensor]:
+        """The streams of v - held."""
+        return self.encode(v - held)
+
+    def add(self, streams: Sequence[Tensor], held: Tensor) -> None:
+        """Add what the streams say to what is held."""
+        held.add_(self.decode(streams, held.shape[-1], held.dtype))
 
     @property
     def delay(self) -> float:
@@ -105,6 +116,13 @@ class Int8(Encoding):
 
     def decode(self, streams: Sequence[Tensor], numbers: int, dtype: torch.dtype) -> Tensor:
         return restored(streams[1], streams[0], dtype)
+
+    def encode_difference(self, v: Tensor, held: Tensor) -> Sequence[Tensor]:
+        return (_on_gpu(v, held) or quantized(v - held))[::-1]
+
+    def add(self, streams: Sequence[Tensor], held: Tensor) -> None:
+        if not _runs(_restore_blocks, held, streams[1], streams[0], held):
+            super().add(streams, held)
 
 
 @dataclass(frozen=True)
@@ -242,7 +260,7 @@ def quantized(difference: Tensor) -> tuple[Tensor, Tensor]:
     same bits, whatever their machines fuse.
     """
     if not _has_kernel(difference):
-        return _quantized(difference)
+        return _on_gpu(difference) or _quantized(difference)
     v, (*outer, length) = difference.contiguous(), difference.shape
     codes = torch.empty(v.shape, dtype=torch.int8)
     scales = torch.empty((*outer, -(-length // BLOCK)), dtype=torch.bfloat16)
@@ -253,6 +271,8 @@ def quantized(difference: Tensor) -> tuple[Tensor, Tensor]:
 def restored(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """The difference that `quantized` encoded, to the nearest code."""
     v = torch.empty(codes.shape, dtype=dtype, device=codes.device)
+    if _runs(_restore_blocks, v, codes.contiguous(), scales.contiguous(), None):
+        return v
     if not _has_kernel(v):
         return _restored(codes, scales, dtype)
     native.call(f"klatsch_restore_{KINDS[dtype]}", codes.contiguous(), scales.contiguous(), *_rows(v), v)
@@ -301,6 +321,98 @@ def _unpacked(scales: Tensor, pairs: Tensor, numbers: int, dtype: torch.dtype) -
     """`Int4.decode` without the kernel."""
     codes = torch.stack([pairs & 15, pairs >> 4], -1).flatten(-2)[..., :numbers].to(dtype) - (FINEST + 1)
     return (_blocks(codes, SHORT) * scales.to(dtype)[..., None]).flatten(-2)[..., :numbers]
+
+
+def _on_gpu(v: Tensor, held: Tensor | None = None) -> tuple[Tensor, Tensor] | None:
+    """`quantized` of v, or v - held, by the kernel for a GPU; None where there is none."""
+    v, held = v.contiguous(), None if held is None else held.contiguous()
+    codes = torch.empty(v.shape, dtype=torch.int8, device=v.device)
+    scales = codes.new_empty(*v.shape[:-1], -(-v.shape[-1] // BLOCK), dtype=torch.bfloat16)
+    return (codes, scales) if _runs(_quantize_blocks, v, held, codes, scales) else None
+
+
+def _runs(kernel: Callable[..., None], v: Tensor, *others: Tensor | None) -> bool:
+    """Run a kernel on blocks of vectors, if there is one for them, and Triton can compile it here."""
+    if v.device.type != "cuda" or v.dtype != torch.float32 or not v.numel() or not WORKS.get(kernel, True):
+        return False
+    try:
+        _launch(kernel, v, *others)
+    except Exception:
+        if kernel in WORKS:
+            raise
+        WORKS[kernel] = False
+    return WORKS.setdefault(kernel, True)
+
+
+def _launch(kernel: Callable[..., None], v: Tensor, *others: Tensor | None) -> None:
+    length = v.shape[-1]
+    chunks = -(-length // (BLOCK * AT_ONCE))
+    with torch.cuda.device_of(v):  # type: ignore[no-untyped-call]
+        _compiled(kernel)[(v.numel() // length * chunks,)](v, *others, length, chunks, enable_fp_fusion=False)
+
+
+@cache
+def _compiled(kernel: Callable[..., None]) -> Any:
+    global tl
+    import triton
+    import triton.language as tl
+
+    return triton.jit(kernel)
+
+
+@no_type_check
+def _quantize_blocks(v, held, codes, scales, length, chunks):
+    """`_quantized` by Triton: some blocks, in rows of so many numbers. NaN is the largest, by its bits."""
+    row = tl.program_id(0).to(tl.int64) // chunks
+    block = tl.program_id(0).to(tl.int64) % chunks * 8 + tl.arange(0, 8)
+    at = block[:, None] * 256 + tl.arange(0, 256)[None, :]
+    inside, first = at < length, row * length
+    x = tl.load(v + first + at, mask=inside, other=0.0)
+    if held is not None:
+        x = x - tl.load(held + first + at, mask=inside, other=0.0)
+    sizes = tl.abs(x)
+    most = tl.cast(tl.max(tl.cast(x, tl.int32, bitcast=True) & 0x7FFFFFFF, 1), tl.float32, bitcast=True)
+    rest = most
+    for _ in tl.static_range(3):
+        others = sizes < (rest / 32.0)[:, None]
+        below = tl.max(tl.where(others, sizes, 0.0), 1)
+        few = tl.sum(others.to(tl.int32), 1) >= 256 - 8
+        rest = tl.where(few & (below > 0.0), below, rest)
+    steep = rest < most
+    wide, even = tl.div_rn(most, 6291456.0), tl.div_rn(rest, 95.0)
+    scale = tl.where(steep, tl.where(wide > even, wide, even), tl.div_rn(most, 127.0))
+    bits = tl.cast(scale, tl.int32, bitcast=True)
+    rounded = (bits + 0x7FFF + (bits >> 16 & 1)) & -65536  # to a bfloat16, ties to even
+    step = tl.cast(rounded, tl.float32, bitcast=True)
+    steps = tl.div_rn(sizes, tl.where(step > 0.0, step, 1.0)[:, None])
+    bits = tl.cast(steps, tl.int32, bitcast=True)  # from 128 on there are two codes per power of two
+    above = (bits >> 22) - 172 + ((bits & 0x3FFFFF) > 0x200000).to(tl.int32)
+    largest = tl.where(steps > 111.5, tl.where(steps < 128.0, 96, tl.where(above < 127, above, 127)), 95)
+    nearest = (steps + 12582912.0) - 12582912.0  # to whole numbers, ties to even
+    code = tl.where(steep[:, None], largest, 127).to(tl.float32)
+    code = tl.where(nearest < code, nearest, code)
+    code = tl.where((step < float("inf"))[:, None], tl.where(x < 0.0, -code, code), 0.0)
+    tl.store(codes + first + at, code.to(tl.int8), mask=inside)
+    blocks = (length + 255) // 256
+    tl.store(scales + row * blocks + block, tl.where(steep, -step, step).to(tl.bfloat16), mask=block < blocks)
+
+
+@no_type_check
+def _restore_blocks(v, codes, scales, held, length, chunks):
+    """`_restored` by Triton, added to what is held."""
+    row = tl.program_id(0).to(tl.int64) // chunks
+    block = tl.program_id(0).to(tl.int64) % chunks * 8 + tl.arange(0, 8)
+    at = block[:, None] * 256 + tl.arange(0, 256)[None, :]
+    inside, first, blocks = at < length, row * length, (length + 255) // 256
+    scale = tl.load(scales + row * blocks + block, mask=block < blocks, other=0.0).to(tl.float32)[:, None]
+    code = tl.load(codes + first + at, mask=inside, other=0).to(tl.int32)
+    size = tl.abs(code)
+    over = tl.where(size > 95, size, 96)
+    size = tl.where((size > 95) & (scale < 0.0), (2 + over % 2) << (6 + (over - 96) // 2), size)
+    said = tl.where(code < 0, -size, size).to(tl.float32) * tl.where(scale < 0.0, -scale, scale)
+    if held is not None:
+        said = tl.load(held + first + at, mask=inside, other=0.0) + said
+    tl.store(v + first + at, said, mask=inside)
 
 
 @cache

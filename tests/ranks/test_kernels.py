@@ -52,20 +52,50 @@ def test_kernels_compute_what_the_rules_say(tmp_path, launch, device, cases):
             torch.testing.assert_close(output, expected.output[rank, 0], rtol=0, atol=1e-4)
 
 
+SEVERAL = ("dsgd", "dat cta beta", "gt", "d2", "dadam cta shared", "dat-adam v decay")
+
+
 @pytest.mark.soak
-@pytest.mark.parametrize("wire", ["bfloat16", "int8"])
-def test_messages_in_few_bytes_go_with_kernels(tmp_path, prepared, wire):
-    """As without kernels, where these run operation by operation: to rounding, as what is sent is rounded alike."""
-    rules = ("dat cta beta", "gt", "dat-adam v decay")
+@pytest.mark.parametrize(
+    "rules, travel",
+    [
+        (SEVERAL, {"wire": "bfloat16"}),
+        (SEVERAL, {"wire": "int8"}),
+        (("dsgd", "dat", "gt"), {"late": 1}),
+        (("dsgd", "dat cta beta", "gt"), {"late": 1, "every": 2, "wire": "int8"}),
+    ],
+)
+def test_channels_go_with_kernels(tmp_path, prepared, rules, travel):
+    """As without kernels: to rounding, as what is sent is rounded alike."""
     ends = []
     for kernels_too in (True, False):
         folder, cases = tmp_path / str(kernels_too), dict.fromkeys(rules, ("ring",))
-        Ranks(prepared, folder, 4, "parity", cases=cases, kernels=kernels_too, wire=wire).succeed()
+        Ranks(prepared, folder, 4, "parity", cases=cases, kernels=kernels_too, **travel).succeed()
         ends.append([torch.load(folder / f"parity-{rank}") for rank in range(4)])
     for with_kernels, without in zip(*ends, strict=True):
         assert len(without) == len(rules)
         for label, end in without.items():
             torch.testing.assert_close(with_kernels[label].double(), end, rtol=0, atol=3e-3)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDED)])
+@pytest.mark.parametrize("on_failure", ["raise", "continue"])
+def test_kernels_refuse_what_is_not_finite(tmp_path, launch, on_failure, device):
+    """They have written the next state by then, but the round has not happened, or has without that neighbour."""
+    ranks = launch(5, "rank_hardships.nonsense", on_failure=on_failure, device=device)
+    codes = ranks.codes()
+    found = [torch.load(tmp_path / f"end-{rank}") for rank in range(5)]
+    for rank in (0, 1, 3, 4):
+        assert bool(torch.isfinite(found[rank]["x"]).all())
+    if on_failure == "raise":
+        assert 1 in codes
+        assert any("neighbour 2 has sent numbers that are not finite" in ranks.errors(rank) for rank in (1, 3))
+        for rank in (1, 3):
+            assert found[rank]["rounds"] == 9
+            assert torch.equal(found[rank]["x"], found[rank]["before"])  # bits: a copy
+    else:
+        assert [code for rank, code in enumerate(codes) if rank != 2] == [0] * 4, ranks.errors(1)
+        assert [found[rank]["lost"] for rank in (0, 1, 3, 4)] == [(), (2,), (2,), ()]
 
 
 def with_and_without(monkeypatch, rule, gradient, rounds):
@@ -126,6 +156,22 @@ def test_a_script_reads_first_and_writes_last(monkeypatch):
     script.run()
     torch.testing.assert_close(b, torch.tensor([1.0, 2.0]))
     torch.testing.assert_close(a, 10 * torch.tensor([1.25**0.5 + 1.5, 3.0**0.5 - 2.0]))
+
+
+def test_what_a_kernel_has_written_the_next_one_reads(monkeypatch):
+    """Not what that was computed from, which it does not need."""
+    monkeypatch.setattr(kernels, "compiled", Kernel)
+    w, g, u, heard = (torch.tensor([1.0, float(k)]) for k in range(4))
+    formulas = kernels.Formulas()
+    first, second = kernels.Script(formulas), kernels.Script(formulas)
+    for script in (first, second):
+        step = script.symbol(w) - script.symbol(g) * 0.5
+        u.copy_(step)
+        if script is second:
+            w.copy_(torch.lerp(step, script.symbol(heard), 0.25))
+        script.run()
+    assert [id(v) for v in second.vectors] == [id(w), id(u), id(heard)]
+    torch.testing.assert_close(w, torch.lerp(torch.tensor([0.5, -0.5]), heard, 0.25))
 
 
 @pytest.mark.parametrize(

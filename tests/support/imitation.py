@@ -19,13 +19,51 @@ class Pointer:
 
 LANGUAGE = SimpleNamespace(
     float32=torch.float32,
-    load=lambda place, mask=None: place.vector.clone(),
-    store=lambda place, value, mask: place.vector.copy_(value),
+    load=lambda place, mask=None, other=None: place.vector.clone(),
+    store=lambda place, value, mask=None: place.vector.copy_(torch.as_tensor(value)) if mask is None or mask else None,
+    sum=torch.sum,
     sqrt_rn=torch.sqrt,
     div_rn=lambda a, b: a / b,
     abs=torch.abs,
     where=lambda chosen, a, b: torch.where(chosen, torch.as_tensor(a, dtype=torch.float32), b),
 )
+
+
+class Address:
+    """Where a tensor's numbers are, one by one."""
+
+    def __init__(self, tensor, at=0):
+        self.tensor, self.at = tensor, at
+
+    def __add__(self, further):
+        return Address(self.tensor, self.at + further)
+
+
+def load_blocks(place, mask, other):
+    return torch.where(mask, place.tensor.view(-1)[torch.where(mask, place.at, 0)], other)
+
+
+def store_blocks(place, value, mask):
+    place.tensor.view(-1)[place.at[mask]] = value[mask]
+
+
+def blocks_of(program):
+    """What the kernels of encodings see as Triton's language, for one program."""
+    kinds = {name: getattr(torch, name) for name in ("int8", "int32", "int64", "float32", "bfloat16")}
+    return SimpleNamespace(
+        **kinds,
+        program_id=lambda axis: torch.tensor(program),
+        arange=torch.arange,
+        load=load_blocks,
+        store=store_blocks,
+        cast=lambda v, dtype, bitcast: v.view(dtype),
+        max=torch.amax,
+        sum=torch.sum,
+        abs=torch.abs,
+        where=torch.where,
+        div_rn=torch.div,
+        static_range=range,
+    )
 
 
 class Kernel:

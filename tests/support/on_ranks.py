@@ -146,7 +146,7 @@ class RankNodes:
         x = self.rule.query(self.node.state)
         given = Given(self._watched, self.problem.grad_with_autograd(x[None], t, [self.rank])[0], self.rates(t))
 
-        def whole(_):
+        def whole(*_):
             return given  # a state of columns is not a plain vector, and is not cut into slices
 
         self.node.exchange(whole)

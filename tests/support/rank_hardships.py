@@ -17,6 +17,7 @@ from torch.distributed.algorithms.join import Join
 import klatsch
 from klatsch.ranks.assembly import Assembly
 from klatsch.ranks.waiting import Transfer
+from tests.support.imitation import imitate
 from tests.support.processes import say
 from tests.support.rank_scenarios import problem_of
 from tests.support.waiting import HANG, wait_until
@@ -25,18 +26,18 @@ LR = 1e-3
 HARMS = {"nan": torch.nan, "absurd": 1e25}
 
 
-def begin(graph="ring", rule="dat", dtype=torch.float64, **options):
+def begin(graph="ring", rule="dat", dtype=torch.float64, device="cpu", **options):
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     problem = problem_of(dist.get_world_size())
-    x = nn.Parameter(problem.start().to(dtype))
+    x = nn.Parameter(problem.start().to(device, dtype, copy=True))
     choices = {name: options.pop(name) for name in ("order", "momentum", "shared") if name in options}
     optimizer = klatsch.Gossip([x], klatsch.rules.make(rule, lr=LR, **choices), graph, **options)
     return optimizer, x, problem
 
 
 def gradient(x, problem, rank, t):
-    x.grad = problem.grad(x.detach()[None].double(), t, [rank])[0].to(x.dtype)
+    x.grad = problem.grad(x.detach()[None].double().cpu(), t, [rank])[0].to(x)
 
 
 def keep(folder, optimizer, x, **more):
@@ -72,9 +73,13 @@ def poison(folder, harm, on_nonfinite="raise", every=None, at=(10,), rounds=30):
         keep(folder, optimizer, x, before=path[-1], skipped=optimizer.skipped)
 
 
-def nonsense(folder, on_failure):
-    """Rank 2 sends what it must not in round 10."""
-    optimizer, x, problem = begin(on_failure=on_failure, timeout=HANG)
+def nonsense(folder, on_failure, device=None):
+    """Rank 2 sends what it must not in round 10; on a device with kernels."""
+    if device == "cpu":
+        imitate()
+    kind = {} if device is None else {"dtype": torch.float32, "device": device}
+    optimizer, x, problem = begin(on_failure=on_failure, timeout=HANG, **kind)
+    before = x.detach().clone()
     send = optimizer._links.send
 
     def spoilt(tag, t, message):
@@ -86,9 +91,10 @@ def nonsense(folder, on_failure):
     try:
         for t in range(1, 31):
             gradient(x, problem, optimizer.rank, t)
+            before = x.detach().clone()
             optimizer.step()
     finally:
-        keep(folder, optimizer, x, lost=optimizer.lost)
+        keep(folder, optimizer, x, lost=optimizer.lost, before=before)
 
 
 def apart(folder, victims, quorum=0.0):

@@ -82,7 +82,7 @@ def train(optimizer, parameter, problem, rank, rounds):
         optimizer.step()
 
 
-def parity(folder, device="cpu", cases=RANK_CASES, kernels=False, wire="float32"):
+def parity(folder, device="cpu", cases=RANK_CASES, kernels=False, wire="float32", **travel):
     """Rules on those of their graphs that they are defined on, in one group after the other."""
     rank, size = group()
     if wire != "int8":  # which is cut between blocks of 256
@@ -100,12 +100,12 @@ def parity(folder, device="cpu", cases=RANK_CASES, kernels=False, wire="float32"
                 continue
             problem = problem_of(size)
             x = nn.Parameter(problem.start().to(device, torch.float32 if kernels else torch.float64, copy=True))
-            optimizer = klatsch.Gossip([x], algorithm, graph, wire=wire)
+            optimizer = klatsch.Gossip([x], algorithm, graph, wire=wire, **travel)
             train(optimizer, x, problem, rank, ROUNDS)
-            if kernels and wire == "float32":
+            if kernels:
                 worker = optimizer.shares[0].node
                 assert worker._fuses, f"{label} | {name} runs operation by operation"
-                assert worker._plain == set(), f"{label} | {name} without kernels: {worker._plain}"
+                assert all(worker._levels.values()), f"{label} | {name} without kernels: {worker._levels}"
             found[f"{label} | {name}"] = torch.stack([x.detach(), optimizer.output()[0]]).cpu()
     torch.save(found, folder / f"parity-{rank}")
     say(folder, f"done-{rank}", os.getpid())

@@ -10,7 +10,8 @@ from klatsch.simulation.mixing import StackedMix
 from klatsch.wire.carried import carried
 from tests.support import signs
 from tests.support.comparisons import assert_same_to_rounding
-from tests.support.machine import KERNEL
+from tests.support.imitation import Address, blocks_of
+from tests.support.machine import CUDA, KERNEL
 
 SHAPES = [(1,), (255,), (256,), (257,), (3, 600), (2, 3, 1000)]
 
@@ -170,6 +171,44 @@ def blocks_of_all_kinds(length, dtype):
     v[5], v[6, 0], v[7, :9], v[8, -1], v[9, 0], v[10] = 0.0, torch.inf, -torch.inf, torch.nan, torch.nan, torch.nan
     v[9, -1] = torch.inf
     return v
+
+
+class Programs:
+    """A kernel for a GPU, run program by program with torch on a CPU."""
+
+    def __init__(self, kernel):
+        self.kernel = kernel
+
+    def __getitem__(self, grid):
+        def run(*given, enable_fp_fusion):
+            for program in range(*grid):
+                encodings.tl = blocks_of(program)
+                self.kernel(*(Address(v) if isinstance(v, torch.Tensor) else v for v in given))
+
+        return run
+
+
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+@pytest.mark.parametrize("length", [256, 4100, 7])
+def test_the_kernels_of_a_gpu_say_what_torch_says(length, device, monkeypatch):
+    """Of numbers, and of differences to what is held."""
+    if device == "cpu":
+        monkeypatch.setattr(encodings, "_compiled", Programs)
+        monkeypatch.setattr(encodings, "tl", None)
+    v = blocks_of_all_kinds(256, torch.float32).repeat(1, 17)[:, -length:].contiguous().to(device)
+    held = torch.randn(v.shape, generator=torch.Generator().manual_seed(1)).to(device)
+    for known in (None, held):
+        wanted, steps = encodings._quantized(v if known is None else v - known)
+        codes, scales = torch.empty_like(wanted).contiguous(), torch.empty_like(steps).contiguous()
+        encodings._launch(encodings._quantize_blocks, v, known, codes, scales)
+        finite = steps.isfinite()
+        assert torch.equal(scales.isfinite(), finite)  # bits: whole numbers
+        assert torch.equal(scales[finite], steps[finite])  # bits: whole numbers
+        numbers = finite.repeat_interleave(BLOCK, -1)[:, :length]
+        assert torch.equal(codes[numbers], wanted[numbers])  # bits: whole numbers
+        again, said = torch.empty_like(v), encodings._restored(codes, scales, torch.float32)
+        encodings._launch(encodings._restore_blocks, again, codes, scales, known)
+        torch.testing.assert_close(again, said if known is None else known + said, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("length", [256, 700, 7])

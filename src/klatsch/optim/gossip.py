@@ -25,7 +25,7 @@ from klatsch.optim import groups, hosts
 from klatsch.optim.groups import OnNonFinite
 from klatsch.optim.points import Watch, model_of
 from klatsch.optim.post import Own, Post, crew_of, graphs_of, held_by, rescaled
-from klatsch.optim.share import Share
+from klatsch.optim.share import Share, restore
 from klatsch.optim.watched import MOST_SKIPPED, Watched
 from klatsch.ranks.agreement import agree, everyone_of, group_of, ranks_of
 from klatsch.ranks.assembly import assembled
@@ -140,8 +140,7 @@ class Gossip(Watched, Joinable, JoinHook):
         model = model_of(params)
         super().__init__(params, defaults)
         Joinable.__init__(self)
-        self._made = True
-        self.on_nonfinite = on_nonfinite
+        self._made, self.on_nonfinite = True, on_nonfinite
         self.skipped, self.caught_up, self._finished = 0, 0, False
         self._lost_by_host: set[int] = set()
         self.idle_hooks: list[weakref.WeakMethod[Callable[[], None]]] = []  # called after rounds without gradient
@@ -158,8 +157,7 @@ class Gossip(Watched, Joinable, JoinHook):
                 f"{rule.name} needs whole matrices, and the {self.host.size} ranks of a host share them out; give "
                 "group=mesh.get_group(0) instead of mesh, with DDP inside hosts, or use a rule such as dadam"
             )
-        self._apart = rule.apart
-        self.watch = Watch(self, trained, ranks, self._apart)
+        self._apart, self.watch = rule.apart, Watch(self, trained, ranks, rule.apart)
         if model is not None:
             self.watch.take(model)
         graph = rule.graph if topology is None else topology
@@ -338,7 +336,11 @@ class Gossip(Watched, Joinable, JoinHook):
         if any(wrong for wrong, _ in told):
             self._skip(self._wrong or "the gradient of a piece on another rank of this host is not finite, or absurd")
         # All shares hear from the neighbours before any moves: a failure leaves them at the same round.
-        lost = self.host.together(self.rounds + 1, self._exchange, self.topology.size)
+        try:
+            lost = self.host.together(self.rounds + 1, self._exchange, self.topology.size)
+        except RuntimeError:
+            restore(self.shares)
+            raise
         self._lost_by_host = {node for row in lost for node, gone in enumerate(row) if gone}
         for share in self.shares:
             share.advance()
@@ -503,7 +505,7 @@ class Gossip(Watched, Joinable, JoinHook):
         for share in self.shares:
             share.node.balance()
         for share in self.shares:
-            share.node.exchange(share.given)
+            share.exchange()
         return [float(node in self._links.lost) for node in range(self.topology.size)]
 
     def _follow_schedule(self) -> None:

@@ -10,7 +10,7 @@ memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Literal
 
@@ -23,7 +23,7 @@ from klatsch.optim.hosts import Host, like, piece
 from klatsch.ranks.links import GlooLinks
 from klatsch.ranks.mailbox import Memory
 from klatsch.ranks.message import Block, is_sound
-from klatsch.ranks.node import Given, Node
+from klatsch.ranks.node import Given, Inputs, Node
 from klatsch.rules import Rule, State
 
 ALIGNED = 16  # bytes
@@ -46,7 +46,7 @@ class Share:
 
     rule: Rule
     node: Node
-    given: Callable[[Block], Given]  # what a round starts from
+    given: Inputs  # what a round starts from
 
     def __init__(
         self, parameters: Sequence[Tensor], names: Mapping[int, object], host: Host, reshard: Callable[[], None]
@@ -196,12 +196,13 @@ class Share:
         by_parameter = {name: v for name, v in settings.items() if isinstance(v, Tensor)}
         rule = self.rule.with_settings(**{name: v for name, v in settings.items() if name not in by_parameter})
 
-        def given(block: Block) -> Given:
-            gradient = gradients[self.own][block].to(self.dtype)
-            if factor != 1.0:
-                gradient = gradient * factor if factor else torch.zeros_like(gradient)
+        def given(block: Block, symbol: Callable[[Tensor], Tensor]) -> Given:
+            taken = gradients[self.own][block]
+            gradient = symbol(taken if factor else torch.zeros_like(taken))
+            if factor not in (0.0, 1.0):
+                gradient = gradient * factor
             if isinstance(decay, Tensor) or decay:
-                gradient = gradient + _cut(decay, block) * self._own[block]
+                gradient = gradient + _cut(decay, block) * symbol(self._own[block])
             own = {name: v[block] for name, v in by_parameter.items()}
             return Given(rule.with_settings(**own) if own else rule, gradient, _cut(lr, block))
 
@@ -213,14 +214,17 @@ class Share:
         which = f"{self._described(wrong[0])}{f' (of {len(wrong)})' * (len(wrong) > 1)}"
         return f"the gradient of {which} is not finite, or absurd: up to {float(gradients.abs().max()):.3g}"
 
+    def exchange(self) -> None:
+        """The first half of a round, after which the model may hold the next point."""
+        self.node.exchange(self.given, self._move)
+
     def advance(self) -> None:
-        """The second half of a round, after the node has exchanged messages: the model moves to the next point."""
-
-        def move(block: Block, state: State, rule: Rule) -> None:
-            self._own[block].copy_(rule.query(state))
-
-        self.node.advance(self.given, move)
+        """The second half of a round: the model moves to the next point."""
+        self.node.advance(self.given, self._move)
         self.mark_written()
+
+    def _move(self, block: Block, state: State, rule: Rule) -> None:
+        self._own[block].copy_(rule.query(state))
 
     # --- points and states -------------------------------------------------------------------------------------
 
@@ -386,6 +390,13 @@ class Share:
         for parameter, (shape, _, start) in zip(self.parameters, self.layout, strict=True):
             vector[start : start + shape.numel()] = numbers[id(parameter)]
         return vector[self.own]
+
+
+def restore(shares: Iterable[Share]) -> None:
+    """Put the model back to where a round began, which has failed."""
+    for share in shares:
+        if share.node.moved:
+            share.node.write(share.rule.query, share.values[share.own])
 
 
 def _cut(setting: Setting, block: Block) -> Setting:

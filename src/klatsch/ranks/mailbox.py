@@ -20,6 +20,7 @@ from klatsch.ranks.links import GlooLinks
 from klatsch.ranks.message import Block, Layout, Part
 from klatsch.rules import State
 from klatsch.topology.matrix import Matrix, exact_weights, mapped
+from klatsch.wire.program import Symbol
 from klatsch.wire.rehearsal import MOST_MESSAGES, Traffic
 
 SAMPLE = 1 << 14  # numbers by which distances between nodes are estimated: to 2 % or so
@@ -42,6 +43,7 @@ class Heard(NamedTuple):
     away: float | None  # if columns sum to 1 instead of rows: the share of its value that this node gives away
     own: list[Part] | None  # what neighbours know of this node's value; None if that is the value itself
     dtype: torch.dtype  # of the state
+    doubtful: bool = False  # whether kernels that read it have to look whether it is finite
 
     def pull(self, v: Tensor, part: int, block: Block, mixed: bool) -> Tensor:
         """The flow of a part, or of a slice of it: sum_j P_ij (v_j - v_i), or v_i plus that.
@@ -72,8 +74,15 @@ class Heard(NamedTuple):
 
     def _said(self, v: Tensor, part: int, block: Block) -> tuple[dict[int, Tensor], Tensor]:
         """A part, or a slice of it, by neighbour, and what they know of this node's."""
-        others = {j: parts[part].cut(block).read(self.dtype) for j, parts in self.voices.items()}
-        return others, v if self.own is None else self.own[part].cut(block).read(self.dtype)
+        others = {j: self._read(parts[part].cut(block), v, j) for j, parts in self.voices.items()}
+        return others, v if self.own is None else self._read(self.own[part].cut(block), v)
+
+    def _read(self, part: Part, v: Tensor, source: int | None = None) -> Tensor:
+        """What a part says, as a symbol where v is one."""
+        if not isinstance(v, Symbol):
+            return part.read(self.dtype)
+        said = part.streams[0] if part.is_plain else part.read(self.dtype)
+        return v.tracer.heard(said, source if self.doubtful else None)  # type: ignore[return-value]
 
 
 class Mailbox:
@@ -105,7 +114,14 @@ class Mailbox:
         self._held: dict[tuple[int, int, int], dict[int, Tensor]] = {}
         self._flight: list[int] = []  # rounds whose messages are on their way
         self.heard: dict[int, Heard] = {}  # by message, in this round
+        self.defers = False  # whether whoever reads messages looks whether they are finite
+        self._spoken: dict[int, dict[int, list[Part]]] = {}  # by message and neighbour
         self._parts: dict[tuple[int, int, int, int], list[Part]] = {}  # see `_own`
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all messages can be read as they lie there."""
+        return all(layout.elementwise for layout in self._layouts)
 
     @property
     def shares_memory(self) -> bool:
@@ -138,9 +154,16 @@ class Mailbox:
         """Write a tensor, or a slice of it, into message k of round t."""
         own = self._own(k, t, AHEAD if self.late else self.links.rank)
         target = own[part].cut(self.where(k, part, block))
-        target.write(v)
-        if self.late:
-            target.committed([None])
+
+        def write(v: Tensor) -> None:
+            target.write(v)
+            if self.late:
+                target.committed([None])
+
+        if isinstance(v, Symbol) and not target.is_plain:
+            v.tracer.afterwards(v, target.numbers, write)
+        else:
+            write(v)
 
     def send(self, t: int, k: int) -> None:
         """Send message k of round t."""
@@ -216,13 +239,29 @@ class Mailbox:
         return places.to(self._like.device)
 
     def _listen(self, r: int, k: int) -> Heard:
+        received, audience = self.links.received(self._tag(k, r), r), self.links.topology.audience(r)
+        self._spoken[k] = {j: self._layouts[k].parts(v, self._held_of(k, j, audience)) for j, v in received}
+        if not self.defers:
+            self._examine(r, k)
+        return self._weighed(r, k)
+
+    def examine(self, r: int) -> bool:
+        """Go on without neighbours whose numbers in round r are not finite; whether there are some."""
+        wrong = [k for k in self.heard if self._examine(r, k)]
+        self.heard |= {k: self._weighed(r, k) for k in wrong}
+        return bool(wrong)
+
+    def _examine(self, r: int, k: int) -> bool:
+        spoken = self._spoken[k].items() if self._guarded else ()
+        wrong = [source for source, parts in spoken if not all(part.is_sound for part in parts)]
+        for source in wrong:
+            self.links.lose(MessageError(self.links.rank, source, r))
+            del self._spoken[k][source]
+        return bool(wrong)
+
+    def _weighed(self, r: int, k: int) -> Heard:
+        """What neighbours have said in message k of round r, with the weights for it."""
         layout, links, topology, dtype = self._layouts[k], self.links, self.links.topology, self._like.dtype
-        received = links.received(self._tag(k, r), r)
-        audience = topology.audience(r)
-        spoken = {source: layout.parts(message, self._held_of(k, source, audience)) for source, message in received}
-        if self._guarded:
-            for source in [source for source, parts in spoken.items() if not all(part.is_sound for part in parts)]:
-                links.lose(MessageError(links.rank, source, r))
         # The weight of a lost neighbour goes to this node's own value, so rows still sum to 1; in push-sum this node
         # keeps what it would have passed on to it, so columns still do.
         absent, row = links.absent(r), self._rows[(r - 1) % len(self._rows)]
@@ -231,11 +270,11 @@ class Mailbox:
         elif self._by_rows and (P := links.membership.rebalanced(r)) is not None:
             row = _row(P, links.rank, dtype)
         away = None if self._by_rows else sum(w for node, w in row.away.items() if node not in absent)
-        voices = {j: parts for j, parts in spoken.items() if j not in absent and j in row.links}
+        voices = {j: parts for j, parts in self._spoken[k].items() if j not in absent and j in row.links}
         own = None
         if topology.speaks(r) and (self.late or not layout.exact):
             own = [*self._own(k, r, links.rank)]
-        return Heard(voices, row.links, away, own, dtype)
+        return Heard(voices, row.links, away, own, dtype, self._guarded and self.defers)
 
     # --- memory ------------------------------------------------------------------------------------------------
 

@@ -40,7 +40,7 @@ class Part(NamedTuple):
 
     def write(self, v: Tensor) -> None:
         """Encode v."""
-        encoded = self.encoding.encode(v if self.held is None else v - self.held)
+        encoded = self.encoding.encode(v) if self.held is None else self.encoding.encode_difference(v, self.held)
         for stream, given in zip(self.streams, encoded, strict=True):
             stream.copy_(given)
 
@@ -60,8 +60,13 @@ class Part(NamedTuple):
         if self.held is None:
             return self
         for block in blocks:
-            (self.held if block is None else self.held[block]).copy_(self.cut(block).read(self.held.dtype))
+            self.encoding.add(self.cut(block).streams, self.held if block is None else self.held[block])
         return as_it_is(self.held)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether a kernel can read it as it lies there."""
+        return self.encoding.elementwise and self.held is None
 
     @property
     def is_sound(self) -> bool:
@@ -77,6 +82,7 @@ class Layout:
         self._shapes = [(s, encoding if encoding and s[-1] == like.shape[-1] else plain) for s in shapes]
         self.differences = {n: shape for n, (shape, encoding) in enumerate(self._shapes) if encoding.remembers}
         self.exact = all(encoding == plain for _, encoding in self._shapes)
+        self.elementwise = all(encoding.elementwise for _, encoding in self._shapes)
         self._places: list[list[tuple[torch.dtype, int, slice]]] = []  # by tensor and stream: type, length and bytes
         self.size = 0
         for shape, encoding in self._shapes:

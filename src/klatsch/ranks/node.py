@@ -4,11 +4,15 @@ The same `rule.update` as in simulation runs on slices of the vectors that stay 
 is elementwise, so slices are independent. If a message depends on the gradient, the update runs up to that call of
 `flow` to find what to send, and once more from the beginning when all messages have arrived. If messages arrive late,
 those of the round are written while the state advances, and once is enough.
+
+On a GPU an update is a kernel. One that fills a message also writes what is known of the new state by then, and the
+next ones read what lies there. The new state lies beside the old one, so kernels can look for themselves whether
+messages are finite: if one is not, the round has not happened.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence, Set
+from collections.abc import Callable, Collection, Sequence, Set
 from functools import partial
 from typing import NamedTuple
 
@@ -25,7 +29,8 @@ from klatsch.ranks.membership import Membership
 from klatsch.ranks.message import Block
 from klatsch.rules import Flow, Rule, State
 from klatsch.rules.base import each
-from klatsch.wire.rehearsal import Place, Rehearsal, Sum
+from klatsch.wire.program import Symbol
+from klatsch.wire.rehearsal import Rehearsal, Sum
 
 BLOCK = {"cpu": 1 << 17, "cuda": 1 << 26}  # numbers per slice: a cache's worth, or enough to hide the launches
 PIECE = 1 << 20  # numbers of a sum that travel at a time
@@ -40,17 +45,14 @@ class Given(NamedTuple):
     lr: Number
 
 
-Inputs = Callable[[Block], Given]
-# On a slice of the state. It gets a function that gives a tensor, or a symbol for one, to compute with.
-Work = Callable[[Callable[[Tensor], Tensor], State], None]
+Symbols = Callable[[Tensor], Tensor]  # gives a tensor in the type of the state, or a symbol for it, to compute with
+Inputs = Callable[[Block, Symbols], Given]
+Work = Callable[[Symbols, State], None]  # on a slice of the state
 Receiver = Callable[[Block, State, Rule], None]  # called with a slice of the new state and the rule of the round
 
 
 class _Reached(Exception):  # noqa: N818
     """The update has reached the call of `flow` where it should stop."""
-
-    def __init__(self, places: Iterable[tuple[Tensor, Place]]) -> None:
-        self.places = places
 
 
 class Ledger:
@@ -136,11 +138,16 @@ class Node:
         self.apart: Tensor | None = None  # see Mailbox.apart, of x if it travels, in the last mix
         self._balances = by_rows and not links.survives  # when ranks leave, without a ledger
         self._excess: State = {}
-        self._blocks, self._wide = _blocks(x, cuts), x.shape[-1]
+        self._blocks, self._wide, self._dtype = _blocks(x, cuts), x.shape[-1], x.dtype
         self._begun, self._calls = False, 0
-        usual = x.ndim == 1 and x.dtype is torch.float32 and not self._mail.late and not self._ledger.sums
+        usual = x.ndim == 1 and x.dtype is torch.float32 and not self._ledger.sums
         self._fuses = usual and kernels.available(x.device.type)
-        self._plain = set[str]()  # kinds of work that are not elementwise
+        self._mail.defers = self._fuses and not self._mail.late and self._mail.is_plain
+        self._levels: dict[str, int] = {}  # see `_work_on`
+        self._formulas = kernels.Formulas()  # of the round
+        self._following: State = {}  # where the next state will be
+        self._spare: State = {}  # where the one before the last was
+        self.moved = False  # whether the next state is there, and what `arrived` has written
         start = rule.init(x)
         self._fields = {name: v.clone() for name, v in start.items()}
         self.load(start, 0)
@@ -220,12 +227,20 @@ class Node:
                     own = self._fields[name].cpu()
                     self._excess[name] = everyone.mean(own.reshape(-1)).view_as(own)
 
-    def exchange(self, given: Inputs) -> None:
-        """The first half of a round: send and receive messages. If a neighbour fails, the state is unchanged."""
+    def exchange(self, given: Inputs, arrived: Receiver | None = None) -> None:
+        """The first half of a round: send and receive messages. If a neighbour fails, the state is unchanged.
+
+        Kernels also compute the new state, beside the old one.
+        """
         t, mail = self.rounds + 1, self._mail
         if not self._begun:
             self._begin(t)
-        mail.heard = {}
+        mail.heard, self.moved, self._formulas = {}, False, kernels.Formulas()
+        self._following = self._fields | mail.early_fields(t + 1)
+        beside = self._fuses and self._levels.get("state") != 0
+        alone = {name: v for name, v in self._fields.items() if beside and v is self._following[name]}
+        self._spare = {n: self._spare[n] if n in self._spare else torch.empty_like(v) for n, v in alone.items()}
+        self._following |= self._spare
         if mail.late:
             mail.listen(t - mail.late)
             if self._speaks(t):
@@ -238,42 +253,26 @@ class Node:
             mail.listen(t, sent.needs)
             mail.wait_until_sent(t, k)
             if self._speaks(t):  # otherwise nobody waits for it
-                self._compute_message(k, t, given)
+                self._checked(partial(self._compute_message, k, t, given))
                 mail.send(t, k)
         mail.listen(t)
         if self._traffic.early:
             mail.wait_until_sent(t, 0)
+        if mail.defers:
+            self._checked(partial(self._move, t, given, arrived))
 
     def advance(self, given: Inputs, arrived: Receiver | None = None, last: bool = False) -> None:
         """The second half: compute the new state, pass its slices to `arrived`, and begin the next round, if any."""
         t, mail = self.rounds + 1, self._mail
-        following = self._fields | self._mail.early_fields(t + 1)
         mail.commit(t - mail.late, self._blocks)
+        if not self.moved:
+            self._move(t, given, arrived)
         if self._output is not None:
             apart = mail.apart(t - mail.late, self._output.message, self._output.part)
             self.apart = self.apart if apart is None else apart
-        single: State = {}
-
-        def move(block: Block, symbol: Callable[[Tensor], Tensor], old: State) -> None:
-            rule, grad, lr = given(block)
-            new = _apart(old, rule.update(old, symbol(grad), self._flow(t, block, old), t, lr))
-            wide = {name for name in new if block is None or following[name].shape[-1] == self._wide}
-            new |= {name: symbol(new[name]) for name in wide}
-            if self._calls != len(self._traffic.calls):
-                raise self._other_calls()
-            for name, value in new.items():
-                if name in wide:
-                    self._part(block, following[name]).copy_(value)
-                else:  # the same for all slices, and the next ones still read it
-                    single[name] = value
-            if arrived is not None:
-                arrived(block, new, rule)
-
-        for block in self._blocks:
-            self._work_on("state", block, partial(move, block))
-        for name, value in single.items():
-            following[name].copy_(value)
-        self._fields, self.rounds = following, t
+        self._spare |= {name: v for name, v in self._fields.items() if self._spare.get(name) is self._following[name]}
+        self._fields, self.rounds, self.moved = self._following, t, False
+        self._formulas = kernels.Formulas()
         self._ledger.take_out(self.links.absent(t), self._fields)  # neighbours saw the state before
         for name, mean in self._excess.items():
             self._fields[name].sub_(mean.to(self._fields[name]))
@@ -314,38 +313,81 @@ class Node:
                 self._mail.put(t, k, n, block, self._part(block, self._fields[name]))
 
     def _compute_message(self, k: int, t: int, given: Inputs) -> None:
-        """Fill message k: run the update up to the call of `flow` whose tensors it carries."""
+        """Fill message k: run the update up to the call of `flow` whose tensors it carries.
+
+        On symbols it runs to its end, and fields that are known by then are written.
+        """
         sent = self._traffic.messages[k]
 
-        def fill(block: Block, symbol: Callable[[Tensor], Tensor], old: State) -> None:
-            rule, grad, lr = given(block)
+        def fill(block: Block, symbol: Symbols, old: State) -> None:
+            rule, grad, lr = given(block, symbol)
             try:
-                rule.update(old, symbol(grad), self._flow(t, block, old, stop=sent.call), t, lr)
-            except _Reached as reached:
-                for tensor, place in reached.places:
-                    if place.message == k and place.field is None:
-                        self._mail.put(t, k, place.part, block, tensor)
-            else:
+                new = rule.update(old, grad, self._flow(t, block, old, stop=sent.call), t, lr)
+            except _Reached:
+                return
+            if self._calls != len(self._traffic.calls):
                 raise self._other_calls()
+            for name, value in new.items():
+                is_new = isinstance(value, Symbol) and value.known not in (None, _known(old[name]))
+                if is_new and name in self._spare and self._is_wide(self._fields[name]):
+                    self._part(block, self._following[name]).copy_(value)
 
         for block in self._blocks:
             self._work_on("message", block, partial(fill, block))
         self._put_fields(k, t)
 
+    def _move(self, t: int, given: Inputs, arrived: Receiver | None) -> None:
+        """Compute the new state, and pass its slices to `arrived`."""
+        following, single, same = self._following, dict[str, Tensor](), set[str]()
+
+        def move(block: Block, symbol: Symbols, old: State) -> None:
+            rule, grad, lr = given(block, symbol)
+            new = _apart(old, rule.update(old, grad, self._flow(t, block, old), t, lr))
+            wide = {name for name in new if block is None or following[name].shape[-1] == self._wide}
+            new |= {name: symbol(new[name]) for name in wide}
+            if self._calls != len(self._traffic.calls):
+                raise self._other_calls()
+            for name, value in new.items():
+                if isinstance(value, Symbol) and name in self._spare and value.known == _known(old[name]):
+                    same.add(name)
+                elif name in wide or isinstance(value, Symbol):
+                    self._part(block, following[name]).copy_(value)
+                else:  # the same for all slices, and the next ones still read it
+                    single[name] = value
+            if arrived is not None:
+                arrived(block, new, rule)
+
+        for block in self._blocks:
+            self._work_on("state", block, partial(move, block))
+        for name, value in single.items():
+            following[name].copy_(value)
+        self._following |= {name: self._fields[name] for name in same}
+        self.moved = True
+
+    def _checked(self, compute: Callable[[], None]) -> None:
+        """Compute; and again without the neighbours of which that shows that they have sent what is not finite."""
+        compute()
+        while self._mail.defers and self._formulas.refused() and self._mail.examine(self.rounds + 1):
+            compute()
+
     def _work_on(self, kind: str, block: Block, work: Work) -> None:
-        """Work on a slice of the state: in one kernel on a GPU, if that is possible."""
+        """Work on a slice of the state: in one kernel on a GPU, if that is possible.
+
+        By level, symbols stand for all fields (2), for all but single numbers (1), or for none.
+        """
         old = each(partial(self._part, block), self._fields)
-        if self._fuses and kind not in self._plain:
-            script = kernels.Script()
-            wide = {name for name, v in self._fields.items() if v.shape[-1] == self._wide}
+        while self._fuses and (level := self._levels.get(kind, 2)):
+            script = kernels.Script(self._formulas if kind != "point" else None)
+            known = {name for name, v in self._fields.items() if level == 2 or self._is_wide(v)}
             try:
-                work(script.symbol, {name: script.symbol(v) if name in wide else v for name, v in old.items()})
-                script.run()
+                work(script.symbol, {name: script.symbol(v) if name in known else v for name, v in old.items()})
+                return script.run()
             except Exception:  # nothing was computed: a rule of one's own may do anything to symbols
-                self._plain.add(kind)
-            else:
-                return
-        work(lambda v: v, old)
+                self._levels[kind] = 0 if all(map(self._is_wide, self._fields.values())) else level - 1
+        if self._mail.defers and kind != "point":
+            self._mail.defers = False
+            self._mail.examine(self.rounds + 1)
+        work(lambda v: v.to(self._dtype), old)
 
     def _flow(self, t: int, block: Block, old: State, stop: int | None = None) -> Flow:
         """The rule's `flow` for one slice; it raises _Reached at call number `stop`."""
@@ -357,8 +399,13 @@ class Node:
             c, self._calls = self._calls, self._calls + 1
             if c >= len(self._traffic.calls):
                 raise self._other_calls()
+            traced = any(isinstance(v, Symbol) for v in tensors)
             if c == stop:
-                raise _Reached(zip(tensors, self._traffic.calls[c], strict=True))
+                for tensor, (k, part, field) in zip(tensors, self._traffic.calls[c], strict=True):
+                    if field is None:
+                        mail.put(t, k, part, block, tensor)
+                if not traced:
+                    raise _Reached
             results = []
             for n, (tensor, (k, part, field)) in enumerate(zip(tensors, self._traffic.calls[c], strict=True)):
                 if field is not None and tensor is not old[field]:
@@ -373,14 +420,19 @@ class Node:
                         self._ledger.enter(t, c, n, where, heard.shares(tensor, part, where))
                 elif mail.late and not mixed:  # nothing arrives in this round
                     results.append(torch.zeros_like(tensor))
-                else:  # not needed before the stop
+                elif stop is not None and traced:  # not known yet
+                    results.append(Symbol(tensor.tracer, None))  # type: ignore
+                else:
                     results.append(tensor)
             return tuple(results)
 
         return Flow(partial(exchanged, False), partial(exchanged, True), not self._speaks(t))
 
     def _part(self, block: Block, v: Tensor) -> Tensor:
-        return v if block is None or v.shape[-1] != self._wide else v[block]
+        return v if block is None or not self._is_wide(v) else v[block]
+
+    def _is_wide(self, v: Tensor) -> bool:
+        return v.shape[-1] == self._wide
 
     def _other_calls(self) -> ValueError:
         return ValueError(
@@ -398,6 +450,10 @@ def _blocks(x: Tensor, cuts: bool) -> list[Block]:
 
 def _put(point: Callable[[State], Tensor], place: Tensor, symbol: Callable[[Tensor], Tensor], state: State) -> None:
     place.copy_(symbol(point(state)))
+
+
+def _known(v: Tensor) -> object:
+    return v.known if isinstance(v, Symbol) else None
 
 
 def _apart(old: State, new: State) -> State:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from klatsch.topology import Topology
 
 Rounds = int | Tensor  # the round t = 1, 2, 3, ..., or several
+TINY = torch.finfo(torch.float32).tiny
 LARGEST_DEGREE = 50  # alpha_t, which grows like t^p, stays finite for a million rounds
 
 
@@ -122,9 +123,9 @@ class Rate(Averaging):
                 "give all groups one, or averaging = 'constant'"
             )
         peak = torch.clamp(s["peak"], min=lr)
-        weight = peak**self.p
+        weight = peak**self.p  # a kernel can square alone
         pace = s["pace"] + (weight - s["pace"]) / t  # the mean, which rounding leaves alone while the rate stays
-        return weight / (t * pace).clamp(min=torch.finfo(pace.dtype).tiny), {"peak": peak, "pace": pace}
+        return weight / (t * pace).clamp(min=TINY), {"peak": peak, "pace": pace}
 
     def __str__(self) -> str:
         return f"lr({self.p:g})"

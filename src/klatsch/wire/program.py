@@ -18,7 +18,7 @@ OPERATIONS = ("add", "sub", "mul", "truediv", "neg", "square", "sqrt", "abs", "l
 ALSO = {"radd": "add", "rmul": "mul", "div": "truediv", "true_divide": "truediv"}
 TURNED = {"rsub": "sub", "rtruediv": "truediv", "rdiv": "truediv"}  # with the operands the other way round
 REFUSED = (
-    *("eq", "ne", "lt", "le", "gt", "ge", "bool", "len", "iter", "getitem", "float", "int", "abs", "pow", "rpow"),
+    *("eq", "ne", "lt", "le", "gt", "ge", "bool", "len", "iter", "getitem", "float", "int", "abs", "rpow"),
     *("iadd", "isub", "imul", "itruediv"),  # fields of a state may share memory, symbols do not
 )
 
@@ -40,6 +40,14 @@ class Tracer(ABC):
         """Write a value where a vector lies."""
         raise NotTraceableError("copy_ to a vector")
 
+    def heard(self, vector: Tensor, source: int | None) -> Symbol:
+        """A symbol for a message, with the neighbour that has sent it if its numbers may not be finite."""
+        raise NotTraceableError("a message")
+
+    def afterwards(self, value: Symbol, numbers: int, work: Callable[[Tensor], object]) -> None:
+        """Do something with a value once it is computed, as a vector of its own with so many numbers."""
+        raise NotTraceableError("a vector of its own")
+
     def write(self, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """Write an operation down, as torch names and calls it."""
         operation, in_place = name.strip("_"), name.endswith("_") and not name.startswith("_")
@@ -49,6 +57,8 @@ class Tracer(ABC):
         if operation in TURNED and len(args) == 2:
             operation, args = TURNED[operation], args[::-1]
         operation = ALSO.get(operation, operation)
+        if operation == "pow" and args[1:] == (2.0,):
+            operation, args = "square", args[:1]
         if operation == "clamp" and options.keys() == {"min"}:
             operation, args = "maximum", (args[0], options.pop("min"))
         if "alpha" in options:
@@ -94,7 +104,7 @@ def _refusal(name: str) -> Callable[..., Any]:
     return refuse
 
 
-for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "neg"):
+for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "neg", "pow"):
     setattr(Symbol, f"__{_name}__", _operator(_name))
 for _name in REFUSED:  # else Python would answer for some of them
     setattr(Symbol, f"__{_name}__", _refusal(_name))
