@@ -1,5 +1,7 @@
 """The kernels rounds.c and wire.c: built by the machine's own C compiler at first use, cached, loaded with ctypes.
 
+Those for a GPU (rounds.cu, normals.cu) are built in each process by the compiler that comes with torch.
+
 Without a compiler, plain torch operations do the same. KLATSCH_NATIVE=0 turns the kernel off, KLATSCH_CACHE names
 another folder for it, CC another compiler ("gcc", or with options "gcc -O2"). The file's name holds a checksum of its
 content: code that is damaged, or that others may have written, is built again instead of loaded.
@@ -18,7 +20,7 @@ import stat
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,6 +31,7 @@ from torch import Tensor
 from klatsch.files import write_atomically
 
 SOURCES = tuple(Path(__file__).with_name(name) for name in ("rounds.c", "wire.c"))
+ROUNDS, NORMALS = (Path(__file__).with_name(name) for name in ("rounds.cu", "normals.cu"))  # for a GPU
 FLAGS = ("-std=c11", "-O3", "-march=native", "-ffp-contract=fast", "-fPIC", "-shared")
 
 COUNT, ADDRESS = ctypes.c_int64, ctypes.c_void_p
@@ -36,6 +39,7 @@ NUMBERS = "rounds nodes columns dim rank registers buffers scratch_rows operatio
 POINTERS = "H rows mult noise sigma coef op first neighbour weight buffer_of turn buffer"
 
 
+MOST_SHARED = 8  # the number of CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 LARGE = 1 << 22  # bytes of a tensor
 # Options of mallopt, in malloc.h. What is usual follows the largest block freed; once set, it no longer does.
 TRIM_THRESHOLD, MMAP_THRESHOLD, MMAP_MAX = -1, -3, -4
@@ -207,3 +211,56 @@ def quiet_threads(count: int) -> ThreadPoolExecutor:
 def cores() -> int:
     """How many cores this process may use."""
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory of a block on a GPU; refuse one without clusters of blocks."""
+    facts = torch.cuda.get_device_properties(device)
+    if torch.version.hip is not None or facts.major < 9:
+        raise ValueError(f"{facts.name} has no clusters of blocks")
+    return int(getattr(facts, "shared_memory_per_block_optin", 0))  # which the oldest torch does not tell
+
+
+@functools.cache
+def gpu_kernel(source: str, name: str, device: torch.device) -> Callable[..., None]:
+    """A CUDA kernel, built by the compiler that comes with torch; an OSError with the reason if that cannot be.
+
+    It is called with blocks, threads and bytes of shared memory, and then with tensors and whole numbers of 64 bits.
+    """
+    if torch.version.cuda is None:
+        raise OSError("there is no CUDA compiler")
+    beside = Path(torch.__file__).with_name("lib") / "libcaffe2_nvrtc.so"
+    compiler = ctypes.CDLL(str(beside) if beside.exists() else f"libnvrtc.so.{torch.version.cuda.split('.')[0]}")
+    driver, program, module, kernel = ctypes.CDLL("libcuda.so.1"), ADDRESS(), ADDRESS(), ADDRESS()
+    size, options = ctypes.c_size_t(), (ctypes.c_char_p * 2)()
+    options[:] = "--gpu-architecture=sm_{}{}".format(*torch.cuda.get_device_capability(device)).encode(), b"--std=c++17"
+
+    def checked(status: int) -> None:
+        if status:
+            text = ctypes.c_char_p()
+            driver.cuGetErrorString(status, ctypes.byref(text))
+            raise OSError(f"CUDA says: {(text.value or b'unknown error').decode()}")
+
+    def launch(blocks: int, threads: int, shared: int, *given: Tensor | int) -> None:
+        values = [ADDRESS(v.data_ptr()) if isinstance(v, Tensor) else COUNT(v) for v in given]
+        where = (ADDRESS * len(values))(*(ctypes.addressof(v) for v in values))
+        with torch.cuda.device(device):
+            stream = ADDRESS(torch.cuda.current_stream().cuda_stream)
+            checked(driver.cuFuncSetAttribute(kernel, MOST_SHARED, shared))
+            checked(driver.cuLaunchKernel(kernel, blocks, 1, 1, threads, 1, 1, shared, stream, where, None))
+
+    compiler.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"kernel.cu", 0, None, None)
+    if compiler.nvrtcCompileProgram(program, len(options), options):
+        compiler.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+        log = ctypes.create_string_buffer(size.value)
+        compiler.nvrtcGetProgramLog(program, log)
+        raise OSError(f"CUDA's compiler failed: {log.value.decode(errors='replace').strip()[:200]}")
+    compiler.nvrtcGetCUBINSize(program, ctypes.byref(size))
+    code = ctypes.create_string_buffer(size.value)
+    compiler.nvrtcGetCUBIN(program, code)
+    compiler.nvrtcDestroyProgram(ctypes.byref(program))
+    with torch.cuda.device(device):
+        torch.cuda.synchronize()  # there is a context
+        checked(driver.cuModuleLoadData(ctypes.byref(module), code))
+        checked(driver.cuModuleGetFunction(ctypes.byref(kernel), module, name.encode()))
+    return launch

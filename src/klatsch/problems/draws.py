@@ -10,6 +10,8 @@ import math
 import torch
 from torch import Tensor
 
+from klatsch import native
+
 # What numbers are for: part of the address, so that no two purposes share numbers.
 NOISE, MATRICES, CENTRE, SHIFTS, BATCHES, FEATURES, LABELS, WEIGHTS = range(8)
 
@@ -27,6 +29,10 @@ def normals(
 
     There is one seed for all nodes, or one for each. Numbers in float32 are those in float64, rounded.
     """
+    if t.is_cuda:
+        result = torch.empty(len(t), len(nodes), size, dtype=dtype, device=t.device)
+        if _by_kernel(seed, purpose, t, nodes, result):
+            return result
     pairs = (size + 1) // 2
     result = torch.empty(len(t), len(nodes), 2 * pairs, dtype=dtype, device=t.device)
     rounds = max(1, _AT_ONCE // max(1, len(nodes) * pairs)) if t.device.type == "cpu" else len(t)
@@ -37,6 +43,19 @@ def normals(
         result[k : k + rounds, :, :pairs] = angle.cos().mul_(radius)
         result[k : k + rounds, :, pairs:] = angle.sin_().mul_(radius)
     return result[..., :size]
+
+
+def _by_kernel(seed: int | Tensor, purpose: int, t: Tensor, nodes: Tensor, result: Tensor) -> bool:
+    """Let one kernel draw them instead of some thirty; whether there is a compiler for it."""
+    source = f"#define T {'float' if result.dtype == torch.float32 else 'double'}\n{native.NORMALS.read_text()}"
+    try:
+        kernel = native.gpu_kernel(source, "klatsch_normals", t.device)
+    except OSError:
+        return False
+    addresses = [torch.as_tensor(v, device=t.device).long().reshape(-1).contiguous() for v in (seed, t, nodes)]
+    blocks = -(-result.numel() // result.shape[-1] * ((result.shape[-1] + 1) // 2) // 256)
+    kernel(blocks, 256, 0, result, *addresses, int(len(addresses[0]) > 1), purpose, *result.shape)
+    return True
 
 
 def whole_numbers(seed: int, purpose: int, t: Tensor, nodes: Tensor, size: int, below: int) -> Tensor:

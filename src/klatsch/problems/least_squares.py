@@ -131,6 +131,7 @@ class LeastSquares(core.Convex):
     def quadratic(self) -> core.Quadratic | None:
         """The parts of the gradient, for the fused engine; None in a subclass that changes the gradient."""
         same = type(self).gradient is LeastSquares.gradient and type(self).draw is LeastSquares.draw
+        same &= len(self._rows) == self.nodes  # unless problems with other multiples of their rows are joined
         return core.Quadratic(self._H, self._rows, self._scale, self._noise) if same else None
 
     @staticmethod
@@ -141,9 +142,11 @@ class LeastSquares(core.Convex):
                 raise ValueError(
                     f"{other!r} does not fit {first!r} in one stack: give all the same parameters and noise levels"
                 )
+        alike = all(torch.equal(p._scale, first._scale) for p in problems)
         return cols.replaced(
             first,
             nodes=sum(p.nodes for p in problems),
+            _rows=torch.cat([p._rows for p in problems if alike or p is first]),
             _seeds=torch.cat([p._seeds.expand(p.nodes) for p in problems]),  # nodes draw as in their own networks
             **{k: torch.cat([vars(p)[k] for p in problems]) for k in ("numbers", *first.of_nodes)},
         )

@@ -3,6 +3,9 @@
 Most rules are linear in their vectors: the new state combines old fields, the gradient and flows, with coefficients
 that depend only on round and column. The kernel keeps a block of columns in the cache for all rounds of a call,
 without Python in between. Columns are independent, so the choice of blocks changes a result by rounding at most.
+
+On a GPU (`KernelStack`) a block of columns lies in the shared memory of a few multiprocessors, and the rule is written
+down as C for them.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -35,6 +38,10 @@ WIDEST = 64  # bytes of the widest vector; the kernel may read as far past the e
 MOST_INPUTS, MOST_REGISTERS = 6, 64  # the kernel's limits
 CACHE = 2 << 20  # bytes of a core's second-level cache on current machines
 
+# On a GPU: blocks of a cluster, clusters that run at once, threads of a warp and of a block, columns of a thread.
+BLOCKS, CLUSTERS, WARP, MOST_THREADS, MOST_TILE = 8, 16, 32, 512, 14
+LINK = np.dtype([("weight", "f8"), ("block", "i4"), ("slot", "i4")])
+
 Array = NDArray[Any]
 Kernel = Callable[[object], int]
 Terms = dict[int, Number]  # a combination of registers: coefficients by register
@@ -53,12 +60,13 @@ class LinearRule(Tracer):
     """A rule as operations on registers: first the fields of the state, then the gradient, then results.
 
     Its symbols know their terms, the combination of registers that they are. What is mixed, asked for or kept gets a
-    register of its own.
+    register of its own. If `apart`, every flow has a level to itself, which takes fewer buffers and more waiting.
     """
 
     in_place = False  # tensors of a state may share memory, registers do not
 
-    def __init__(self, fields: int) -> None:
+    def __init__(self, fields: int, apart: bool = False) -> None:
+        self.apart = apart
         self.fields = self.gradient = fields  # how many registers are fields, and the one after them
         self.level = [0] * (fields + 1)  # by register: how many flows come before it
         self.operations: list[Operation] = []
@@ -72,7 +80,7 @@ class LinearRule(Tracer):
 
     def needs_rows_only(self, register: int) -> bool:
         """Whether a register is used only within its level and row, so that one row of memory is enough."""
-        if register < self.fields or register in self.next_state:
+        if register < self.fields or register in self.next_state or (self.apart and register == self.query):
             return False
         users = [operation for operation in self.operations if register in operation.inputs]
         return all(user.kind == LINEAR and self.level[user.out] == self.level[register] for user in users)
@@ -87,7 +95,8 @@ class LinearRule(Tracer):
 
     def add(self, kind: int, terms: Terms) -> int:
         """Add an operation; returns its register."""
-        self.level.append(max(self.level[register] for register in terms) + (kind != LINEAR))
+        below = self.level if self.apart and kind != LINEAR else (self.level[register] for register in terms)
+        self.level.append(max(below) + (kind != LINEAR))
         out, first = len(self.level) - 1, len(self.coefficients)
         self.coefficients += terms.values() if kind == LINEAR else ()
         self.operations.append(Operation(kind, out, tuple(terms), tuple(range(first, len(self.coefficients)))))
@@ -130,14 +139,14 @@ def _scaled(terms: Terms, factor: object) -> Terms:
     return {register: coefficient * factor for register, coefficient in terms.items()}
 
 
-def trace(rule: Rule, state: State, t: Tensor, lr: Number, silent: Silent = False) -> LinearRule:
+def trace(rule: Rule, state: State, t: Tensor, lr: Number, silent: Silent = False, apart: bool = False) -> LinearRule:
     """A rule whose state has these fields, as linear operations.
 
     `t` holds the rounds, (len(t), 1, 1), whose coefficients are found at once: two or more, so that a rule that asks
     about a single round (`if t == 1`) fails. `silent` says which of them are. Learning rates and hyper-parameters
     broadcast against (len(t), C, 1).
     """
-    linear = LinearRule(len(state))
+    linear = LinearRule(len(state), apart)
     # Any: symbols and a tensor of rounds stand in for tensors and a number.
     *fields, gradient = (Symbol(linear, {register: 1.0}) for register in range(len(state) + 1))
     symbols: Any = dict(zip(state, fields, strict=True))
@@ -157,34 +166,69 @@ def trace(rule: Rule, state: State, t: Tensor, lr: Number, silent: Silent = Fals
     return linear
 
 
-class FusedStack(Stack):
-    """Rounds in native code; an OSError without the kernel, a NotTraceableError if the rule is not linear."""
+class LinearStack(Stack):
+    """Rounds of linear steps; a NotTraceableError if the rule is not linear."""
+
+    apart: ClassVar[bool] = False  # whether flows have levels to themselves
+
+    def __init__(self, parts: Prepared) -> None:
+        super().__init__(parts)
+        if self.device.type != self.place:
+            raise ValueError(f"it runs on {self.place} only")
+        if (quadratic := self.problem.quadratic()) is None or not self.problem.draws_ahead:
+            raise ValueError(f"the gradients of {type(self.problem).__name__} are not those of a quadratic problem")
+        self.quadratic = quadratic
+        for topology in self.topologies:
+            if topology.loss:
+                raise ValueError(f"{topology.name} loses other messages in every round")
+            if not topology.row_stochastic:
+                raise ValueError(f"the rows of {topology.name} do not sum to 1")
+        if len({topology.every for topology in self.topologies}) > 1:
+            raise ValueError("some networks are silent in other rounds than others")
+        parts.rehearsal.check(slices=True)
+        # Coefficients are computed in float64, whatever the dtype of the run.
+        self._rule = cols.mapped(parts.rule, lambda v: v.to(self.device, torch.float64))
+        self._rates = replace(self.rates, dtype=torch.float64)
+        first, *more = self.start.values()
+        self.nodes, self.columns, self.dim = first.shape
+        if any(v.shape != first.shape for v in more):
+            raise NotTraceableError("the fields of the state differ in shape")
+        self._linear = self._trace(0, 2)
+
+    def _traced(self, done: int, rounds: int) -> LinearRule:
+        """The rule with coefficients for some rounds, two or more; refuse one that takes other steps than before."""
+        linear = self._trace(done, done + rounds)
+        if (linear.operations, linear.next_state) != (self._linear.operations, self._linear.next_state):
+            raise ValueError(
+                f"{self.rule.name} took other steps in round {done + 1} than before; make it depend only on its "
+                "arguments, or use engine='torch'"
+            )
+        return linear
+
+    def _trace(self, done: int, until: int) -> LinearRule:
+        times = torch.arange(done + 1, until + 1, dtype=torch.float64, device=self.device)[:, None, None]
+        lr = self._rates.between(done, until) if self._rates.change else self._rates(done + 1)
+        if self.apart:  # coefficients have an axis of nodes, too, since networks may differ
+            times = times[:, None]
+            lr = lr[:, None] if isinstance(lr, Tensor) and self._rates.change and lr.ndim == 3 else lr
+        every = self.topologies[0].every
+        silent = (times % every != 0).double() if every > 1 else False
+        return trace(self._rule, self.start, times, lr, silent, self.apart)
+
+
+class FusedStack(LinearStack):
+    """Rounds in C; an OSError without the kernel."""
 
     name, place = "fused", "cpu"
 
     def __init__(self, parts: Prepared) -> None:
         super().__init__(parts)
-        (topology, *others), quadratic = self.topologies, self.problem.quadratic()
-        if self.device.type != "cpu":
-            raise ValueError("it runs on the CPU only")
+        (topology, *others), quadratic, linear = self.topologies, self.quadratic, self._linear
         if others:
             raise ValueError("it runs one network at a time")
-        if quadratic is None or not self.problem.draws_ahead:
-            raise ValueError(f"the gradients of {type(self.problem).__name__} are not those of a quadratic problem")
-        if topology.loss:
-            raise ValueError(f"{topology.name} loses other messages in every round")
-        if not topology.row_stochastic:
-            raise ValueError(f"the rows of {topology.name} do not sum to 1")
-        parts.rehearsal.check(slices=True)
-        # Coefficients are computed in float64, whatever the dtype of the run.
-        self._rule, self._rates = cols.mapped(parts.rule, Tensor.double), replace(self.rates, dtype=torch.float64)
-        first, *more = self.start.values()
-        nodes, self.columns, dim = first.shape
+        nodes, dim, size = self.nodes, self.dim, self.rates.dtype.itemsize
         library, single = native.library(), self.rates.dtype == torch.float32
         kernel = library.klatsch_rounds_f32 if single else library.klatsch_rounds_f64
-        if any(v.shape != first.shape for v in more):
-            raise NotTraceableError("the fields of the state differ in shape")
-        linear = self._linear = self._trace(1, 3)
         if len(linear.level) > MOST_REGISTERS or any(len(o.inputs) > MOST_INPUTS for o in linear.operations):
             raise NotTraceableError(f"the rule takes more than {MOST_REGISTERS} steps, or {MOST_INPUTS} vectors in one")
         H = _aligned(quadratic.H.shape, quadratic.H.numpy().dtype, behind=WIDEST)
@@ -192,7 +236,7 @@ class FusedStack(Stack):
         shared = {"H": H, "rows": quadratic.rows.numpy(), **_links(topology, self.rates.dtype)}
         scale, noise = quadratic.scale.expand(self.columns, -1), quadratic.noise.expand(self.columns)
         threads, self._blocks = torch.get_num_threads(), list[ColumnBlock]()
-        for part in column_blocks(self.columns, nodes, dim, first.element_size(), threads):
+        for part in column_blocks(self.columns, nodes, dim, size, threads):
             own = {"mult": scale[part].contiguous().numpy(), "sigma": noise[part].contiguous().numpy()}
             shape = nodes, part.stop - part.start, dim
             self._blocks.append(ColumnBlock(kernel, linear, shape, shared | own, part, topology.period))
@@ -229,20 +273,81 @@ class FusedStack(Stack):
     def _table(self, done: int, until: int) -> Array:
         """The coefficients of rounds done + 1 to until, (rounds, coefficients, C)."""
         rounds = max(2, until - done)
-        linear = self._trace(done + 1, done + rounds + 1)
-        if (linear.operations, linear.next_state) != (self._linear.operations, self._linear.next_state):
-            raise ValueError(
-                f"{self.rule.name} took other steps in round {done + 1} than before; make it depend only on its "
-                "arguments, or use engine='torch'"
-            )
-        return linear.table(rounds, self.columns, self.rates.dtype)[: until - done].numpy()
+        return self._traced(done, rounds).table(rounds, self.columns, self.rates.dtype)[: until - done].numpy()
 
-    def _trace(self, first: int, beyond: int) -> LinearRule:
-        """The rule with coefficients for rounds `first` to `beyond` - 1."""
-        times = torch.arange(first, beyond, dtype=torch.float64)[:, None, None]
-        lr = self._rates.between(first - 1, beyond - 1) if self._rates.change else self._rates(first)
-        every = self.topologies[0].every
-        return trace(self._rule, self.start, times, lr, (times % every != 0).double() if every > 1 else False)
+
+class KernelStack(LinearStack):
+    """Rounds on a GPU, whose compiler gets the rule as C; an OSError without the compiler.
+
+    A cluster of multiprocessors has one network and some of its columns in shared memory, and waits for nobody else.
+    """
+
+    name, place, apart = "cuda kernel", "cuda", True
+
+    def __init__(self, parts: Prepared) -> None:
+        super().__init__(parts)
+        columns, dim, size, quadratic = self.columns, self.dim, self.rates.dtype.itemsize, self.quadratic
+        self._data = quadratic.H.contiguous(), quadratic.rows.contiguous()
+        self._mult = torch.cat([quadratic.scale.expand(columns, -1), quadratic.noise.expand(columns)[:, None]], dim=1)
+        nodes, extras, buffers = [own.size for own in self.topologies], self._mult.shape[1], assigned(self._linear)[2]
+        self._first = torch.tensor([0, *nodes[:-1]]).cumsum(0)
+        each = [buffers * dim * -(-M // BLOCKS) + extras for M in nodes]  # numbers of a column in a block
+        beyond = MOST_TILE * (dim + extras)  # that a tile may read behind the last column
+        room = native.shared_memory(self.device) // size - beyond
+        if room < max(each):
+            raise ValueError(f"{max(nodes)} nodes of {dim} parameters do not fit the GPU's shared memory")
+        self._jobs = list[tuple[int, ...]]()  # number and first node of a network, its nodes, first column, columns
+        for k, (first, M) in enumerate(zip(self._first.tolist(), nodes, strict=True)):
+            count = max(-(-columns // (room // each[k])), min(columns, CLUSTERS // len(nodes)))
+            ends = pairwise(part * columns // count for part in range(count + 1))
+            self._jobs += [(k, first, M, begin, end - begin) for begin, end in ends]
+        self._jobs.sort(key=lambda job: -job[2] * job[4])  # large ones first
+        tile = min(MOST_TILE, max(job[4] for job in self._jobs))
+        lanes = [(-(-dim // 2) * -(-own // tile), -(-M // BLOCKS)) for _, _, M, _, own in self._jobs]  # and nodes
+        if max(lanes)[0] > MOST_THREADS:
+            raise ValueError(f"{dim} parameters are too many")
+        threads = max(-(-own * min(MOST_THREADS // own, most) // WARP) * WARP for own, most in lanes)
+        shared = (beyond + max(each[k] * own for k, _, _, _, own in self._jobs)) * size
+        source = kernel_source(self._linear, self.rates.dtype, dim, tile, extras, threads)
+        kernel = native.gpu_kernel(source, "klatsch_rounds", self.device)
+        self._run = partial(kernel, BLOCKS * len(self._jobs), threads, shared)
+        self._static = None if any(own.shuffle is not None for own in self.topologies) else self._links(0, 0)
+        self.advance(self.start, 0, 1)  # an OSError now, if the GPU does not take it
+
+    def advance(self, state: State, done: int, until: int) -> State:
+        together = torch.stack([state[name] for name in self.start])
+        while done < until:
+            end = min(until, (done // self.gradients.chunk + 1) * self.gradients.chunk)
+            coef, drawn = self._coefficients(done, end), self.gradients.drawn(done, end).contiguous()
+            tensors = together, *self._data, drawn, self._mult, coef, *(self._static or self._links(done, end))
+            self._run(*tensors, end - done, done, self.nodes, self.columns, coef.shape[1], coef.shape[2])
+            done = end
+        return dict(zip(self.start, together.unbind(), strict=True))
+
+    def _coefficients(self, done: int, until: int) -> Tensor:
+        """Of rounds done + 1 to until, (rounds, coefficients, networks, C); one network if all are alike."""
+        rounds, own = max(2, until - done), list[Tensor]()
+        for coefficient in self._traced(done, rounds).coefficients:
+            v = torch.as_tensor(coefficient, dtype=torch.float64, device=self.device)
+            own.append(v[..., self._first, :, :] if v.ndim > 2 and v.shape[-3] > 1 else v)
+        networks = max([1, *(v.shape[-3] for v in own if v.ndim > 2)])
+        table = torch.stack([v.expand(rounds, networks, self.columns, 1) for v in own], dim=1)
+        return table[: until - done, ..., 0].to(self.rates.dtype).contiguous()
+
+    def _links(self, done: int, until: int) -> list[Tensor]:
+        """Where links begin, links, and jobs; where nodes are shuffled, with the links of rounds done + 1 to until."""
+        firsts, links, places = list[Array](), list[Array](), list[tuple[int, ...]]()
+        dtype, rounds = self.rates.dtype, range(done + 1, until + 1)
+        for k, topology in enumerate(self.topologies):
+            steady = topology.shuffle is None
+            own = _links(topology, dtype) if steady else _links_of(rounds, topology, dtype)
+            first, neighbour, weight = own.values()
+            places.append((sum(map(np.size, firsts)), topology.period if steady else len(rounds), k, steady))
+            firsts.append(first.ravel() + sum(map(len, links)))
+            links.append(np.rec.fromarrays([weight, *divmod(neighbour, -(-topology.size // BLOCKS))], dtype=LINK))
+        jobs = np.array([(*job, *places[k]) for k, *job in self._jobs], dtype=np.int32)
+        placed = np.concatenate(firsts), np.concatenate(links).view(np.uint8), jobs
+        return [torch.from_numpy(v).to(self.device) for v in placed]
 
 
 class ColumnBlock:
@@ -295,6 +400,45 @@ def column_blocks(columns: int, nodes: int, dim: int, bytes_each: int, threads: 
     count = -(-columns // width)
     count = min(columns, -(-count // threads) * threads)
     return [slice(a, b) for a, b in pairwise(k * columns // count for k in range(count + 1))]
+
+
+def kernel_source(rule: LinearRule, dtype: torch.dtype, dim: int, tile: int, extras: int, threads: int) -> str:
+    """The source of rounds.cu for a rule."""
+    buffer_of, turn, buffers, _ = assigned(rule)
+    if rule.before > 1:
+        raise NotTraceableError("the point where the gradient is taken takes several steps")
+
+    def statements(operations: list[Operation], *made: int) -> tuple[str, str, str]:
+        """Declarations of coefficients, what loads them, and what computes a number; some registers are there."""
+        linear = [operation for operation in operations if operation.kind == LINEAR]
+        numbers = [k for operation in linear for k in operation.coefficients]
+        made = *made, *(operation.out for operation in operations)
+        lines = [f"const T r{r} = b{buffer_of[r]}[e];" for r in {r for o in linear for r in o.inputs} - {*made}]
+        for _, out, inputs, own in linear:
+            lines.append(f"const T r{out} = {' + '.join(f'k{k}[s] * r{r}' for k, r in zip(own, inputs, strict=True))};")
+        lines += [f"b{buffer_of[r]}[e] = r{r};" for r in made if buffer_of[r] >= 0]
+        declared, loaded = ([text.format(k=k) for k in numbers] for text in ("T k{k}[2];", "k{k}[s] = COEF({k});"))
+        return " ".join(declared), " ".join(loaded), " ".join(lines)
+
+    operations, levels = rule.by_level(), list[str]()
+    zero = [o for o in operations[rule.before :] if rule.level[o.out] == 0]
+    for level in range(1, max(rule.level) + 1):
+        flow, *others = (o for o in operations if rule.level[o.out] == level)
+        value = "sum[s]" if flow.kind == FLOW else "own[s] + sum[s]"
+        code = ", ".join(statements([flow, *others]))
+        levels.append(f"LEVEL(b{buffer_of[flow.inputs[0]]}, r{flow.out}, {value}, {code})")
+    names = "DECLARE_0", "LOAD_0", "LEVEL_0"
+    depth = max(u for u in range(1, 11) if dim % u == 0)
+    defined = {"T": "float" if dtype == torch.float32 else "double", "BLOCKS": BLOCKS, "THREADS": threads, "D": dim}
+    defined |= {"TILE": tile, "DEPTH": depth, "STEP": 2 - depth % 2, "EXTRAS": extras, "COUNT": buffers}
+    defined |= {"QUERY": f"b{buffer_of[rule.query]}", "GRADIENT": f"r{rule.gradient}", "BEFORE": rule.before}
+    defined |= {"POINT": " ".join(statements(operations[: rule.before])), "LEVELS": " ".join(levels)}
+    defined |= dict(zip(names, statements(zero, rule.gradient), strict=True))
+    defined["FIELDS"] = "{" + ", ".join(f"b{b}" for b in range(rule.fields)) + "}"
+    defined["BUFFERS(first, size)"] = "".join(f"T *b{b} = first + {b} * (size); " for b in range(buffers))
+    after = "".join(f"T *const n{b} = b{other}; " for b, other in enumerate(turn))
+    defined["TURN"] = "{" + after + "".join(f"b{b} = n{b}; " for b in range(buffers)) + "}"
+    return "\n".join([*(f"#define {name} {value}" for name, value in defined.items()), native.ROUNDS.read_text()])
 
 
 def assigned(rule: LinearRule) -> tuple[list[int], list[int], int, int]:

@@ -68,7 +68,7 @@ class Result:
     diverged: Tensor  # (C,), bool
     diverged_at: Tensor  # (C, 2): the node and round where divergence began; -1 for finite columns
     seconds: float  # wall time of the rounds
-    engine: str  # "fused", "cuda graph" or "torch"
+    engine: str  # "fused", "cuda kernel", "cuda graph" or "torch"
     state: State = field(repr=False)  # the rule's state after the last round, to continue from
     rounds: int = 0  # rounds done
     origin: Facts = field(default_factory=dict, repr=False)  # what tells this run from others

@@ -23,7 +23,7 @@ from klatsch.rules import Rule
 from klatsch.rules.base import checked, each, rate
 from klatsch.sealed import digest
 from klatsch.simulation.driver import Advance, Run, Saver, Watch, logged, progress_bar
-from klatsch.simulation.fused import FusedStack
+from klatsch.simulation.fused import FusedStack, KernelStack
 from klatsch.simulation.record import Facts, Network, Result, record_points
 from klatsch.simulation.roster import Event, Graphs, Roster
 from klatsch.simulation.stack import GraphStack, PairwiseStack, Prepared, Rates, Stack, StaleStack
@@ -34,7 +34,7 @@ from klatsch.wire.program import NotTraceableError
 from klatsch.wire.rehearsal import NotAlikeError, Rehearsal
 
 PARTS = ("problem", "rule", "topology")
-ENGINES = ("auto", *(kind.name for kind in (Stack, FusedStack, GraphStack)))
+ENGINES = ("auto", *(kind.name for kind in (Stack, FusedStack, KernelStack, GraphStack)))
 
 
 def simulate(
@@ -86,7 +86,8 @@ def simulate(
         after: continue from an earlier result of the same problem, rule and topology.
         progress: a bar (True, False, or None for one on a terminal), or a function of the rounds just done.
         any_graph: run even where the rule refuses the graph.
-        engine: "auto" (the fastest that can run this), "torch" (plain operations), "fused" or "cuda graph".
+        engine: "auto" (the fastest that can run this), "torch" (plain operations), "fused", "cuda kernel" or "cuda
+            graph".
         meets: "pairwise TIMES over NETWORK": nodes do not wait for each other; each averages with one neighbour at a
             time while it computes (AD-PSGD). "stale TIMES over NETWORK": a pull arrives as soon as it is there, at most
             `topology.late` rounds late. TIMES of gradients and NETWORK are those of a `Clock`, which makes the schedule
@@ -332,7 +333,7 @@ def _fastest(engine: str, parts: Prepared) -> Stack:
         if engine not in ("auto", "torch"):
             raise ValueError(f"engine = {engine!r} cannot run meets = {parts.meets!r}; use engine='auto'")
         return (PairwiseStack if parts.meets.startswith("pairwise") else StaleStack)(parts)
-    for kind in (FusedStack, GraphStack):
+    for kind in (FusedStack, KernelStack, GraphStack):
         if engine == kind.name or (engine == "auto" and parts.rates.device.type == kind.place):
             try:
                 return kind(parts)
