@@ -158,10 +158,10 @@ def _show(content: dict[str, Any]) -> None:
             "loss": _shown(row.get("loss")),
             "sent": size(row["bytes"]) if isinstance(row.get("bytes"), int) else "",
             "waited": f"{row['waited']:.1f} s" if isinstance(row.get("waited"), int | float) else "",
-            "neighbours": ", ".join(map(str, row.get("neighbours", []))),
+            "neighbours": ", ".join(str(one) + " (NCCL)" * (one in row["nccl"]) for one in row["neighbours"]),
             "lost": ", ".join(map(str, row.get("lost", []))),
         }
-        for row in members
+        for row in ({"neighbours": [], "nccl": []} | row for row in members)
     ]
     if lines:
         terminal.print_table(title, lines, ["neighbours", "address", "waited", "lost"])
