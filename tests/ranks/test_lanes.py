@@ -4,14 +4,17 @@ Members on one GPU say that each has one of its own, on a host of its own (`test
 connects them over sockets of the loopback interface.
 """
 
-import os
 import signal
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from klatsch.ranks.edges import gpu_of
+from klatsch.ranks import edges
+from klatsch.ranks.edges import MACHINE, Batch, Edges, gpu_of
 from tests.ranks.test_changes import Crew, simulated
+from tests.support.lanes import Imitation
 from tests.support.processes import wait_until_stopped
 from tests.support.waiting import wait_until
 
@@ -99,30 +102,36 @@ def test_the_others_go_on_when_one_is_killed_in_the_middle_of_an_exchange(crew, 
 
 
 @KINDS
-def test_the_others_go_on_when_one_is_stopped_in_the_middle_of_an_exchange(crew, kind):
-    some = crew(kind, rule="dsgd", dim=1000, options={"timeout": 3.0})
-    some.serve(3)
+@pytest.mark.parametrize("noticed_by", ["registry", "neighbours"])
+def test_the_others_go_on_when_one_is_stopped_in_the_middle_of_an_exchange(crew, kind, noticed_by):
+    some = crew(kind, rule="dsgd", dim=1000, options={} if noticed_by == "registry" else {"timeout": 10.0})
+    some.serve(3, timeout=20 if noticed_by == "registry" else 300)
     first = [some.join() for _ in range(2)]
     last = some.join(**dies(kind, dies_in=20, dies_of=signal.SIGSTOP))
     wait_until_stopped(last.process)
-    for member in first:
-        wait_until(lambda member=member: "is late" in member.process.stderr, member.process)
-        member.trains(2)
-    last.process.send_signal(signal.SIGCONT)  # finds itself out, and comes back as another one
-    for member in some.members:
-        member.trains(3)
+    if noticed_by == "registry":
+        for member in first:
+            member.trains(2)
+        last.process.send_signal(signal.SIGCONT)  # finds itself out, and comes back as another one
+        for member in some.members:
+            member.trains(3)
+    else:
+        for member in first:
+            wait_until(lambda member=member: "is late" in member.process.stderr, member.process)
+            member.trains(3)  # without an epoch of their own
+        last.process.kill()
     kept = some.end()
-    for member in some.members:
+    for member in first:
         assert member.process.returncode == 0, member.process.stderr
         assert all(lanes_of(kept, member))
-    assert len(kept[last.name]["ids"]) == 2
+    assert noticed_by == "neighbours" or len(kept[last.name]["ids"]) == 2
 
 
 @KINDS
 def test_the_numbers_are_those_over_gloo(crew, kind):
     """The same bits: what arrives is a copy, whatever brings it."""
     paths = []
-    for over_lanes, lanes in ((True, {}), (False, {"gpu": "the same for all"})):
+    for over_lanes, lanes in ((True, {}), (False, {"gpu": "here/the same for all"})):
         some = crew(kind, rule="dat, momentum", dim=1000, lanes=lanes)
         members = some.begin(3)
         kept = some.end()
@@ -158,11 +167,127 @@ def test_status_says_what_goes_over_nccl(crew, kind):
     assert {member.process.returncode for member in members} == {0}
 
 
+def test_lanes_between_own_gpus_of_one_machine_alone(crew):
+    """Two of four members share a GPU, so there is one lane; all other edges of these two go on as they are."""
+    some = crew("imitated", rule="dat, momentum", graph="complete")
+    some.serve(4)
+    members = [some.join(**dies("imitated", gpu=f"here/{gpu}")) for gpu in (1, 2, 3, 3)]
+    for member in members:
+        member.trains(4)
+    kept = some.end()
+    for member, lanes in zip(members, (1, 1, 0, 0), strict=True):
+        assert member.process.returncode == 0, member.process.stderr
+        assert lanes_of(kept, member) == [lanes]
+    (steps,) = {max(kept[m.name]["path"]) for m in members}
+    expected = simulated([*kept.values()], "dat, momentum", "complete", steps)
+    for one in kept.values():
+        torch.testing.assert_close(one["path"][steps], expected[one["node"]], rtol=1e-7, atol=1e-7)
+
+
+def test_ranks_that_go_on_without_others_have_lanes_too(tmp_path, launch):
+    ranks = launch(4, "rank_hardships.apart", victims=(2,), lanes="imitated")
+    assert ranks.codes() == [0, 0, -signal.SIGKILL, 0], [ranks.errors(rank) for rank in (0, 1, 3)]
+    ends = [torch.load(tmp_path / f"end-{rank}") for rank in (0, 1, 3)]
+    assert [end["lanes"] for end in ends] == [[1, 3], [0, 2], [0, 2]]
+    assert {end["rounds"] for end in ends} == {30}
+    for rank in (1, 3):
+        assert "neighbour 2 is gone" in ranks.warnings(rank)[0]
+
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def three(monkeypatch):
+    """Three ends of edges to each other, in this process, and what makes lanes between them."""
+    monkeypatch.setattr(edges, "Lane", Imitation)
+    store = dist.HashStore()
+    ends = [Edges(store, rank, 20.0, "127.0.0.1", optional=True) for rank in range(3)]
+
+    def paved(*may):
+        with ThreadPoolExecutor(3) as threads:
+            return [
+                *threads.map(lambda end: end.pave({0, 1, 2} - {end.rank}, CPU, may[end.rank], lambda _: False), ends)
+            ]
+
+    with ThreadPoolExecutor(3) as threads:
+        assert [*threads.map(lambda end: end.open({0, 1, 2} - {end.rank}), ends)] == [{}, {}, {}]
+    yield ends, paved
+    for end in ends:
+        end.close_all()
+
+
+def room():
+    return torch.zeros(1000, dtype=torch.uint8)
+
+
+def test_a_lane_ends_with_its_edge_and_takes_no_other_with_it(three):
+    ends, paved = three
+    lanes = paved(True, True, True)
+    begun, expected = lanes[0][1].expect(room()), lanes[0][1].expect(room())
+    lanes[0][1].post(begun, room())  # the other end does not: it would wait for ever
+    ends[1].close(0)  # as if it were gone
+    for batch in (begun, expected):
+        with pytest.raises(RuntimeError, match="closed"):
+            batch.wait()
+    later = Batch(lanes[0][1])
+    lanes[0][1].post(later, room())
+    with pytest.raises(RuntimeError, match="closed"):
+        later.wait()
+    there, back = lanes[0][2].expect(room()), lanes[2][0].expect(room())
+    lanes[0][2].post(there, room() + 1)
+    lanes[2][0].post(back, room() + 2)
+    for batch in (there, back):
+        batch.wait()
+    assert (int(there.room[0]), int(back.room[0])) == (2, 1)
+
+
+def test_both_ends_part_when_neither_needs_the_lane(three):
+    ends, paved = three
+    lanes = paved(True, True, True)
+    with ThreadPoolExecutor(3) as threads:
+        parted = threads.map(lambda end: end.part(lanes[end.rank]), ends)
+        assert [*parted] == [set(), set(), set()]
+
+
+def test_who_is_gone_is_not_waited_for(three):
+    ends, paved = three
+    lanes = paved(True, True, True)
+    ends[2].close_all()
+    with ThreadPoolExecutor(2) as threads:
+        parted = threads.map(lambda end: end.part(lanes[end.rank]), ends[:2])
+        assert [*parted] == [{2}, {2}]
+
+
+def test_no_lane_where_an_end_may_not_have_one(three):
+    _, paved = three
+    assert [[peer for peer, lane in lanes.items() if lane] for lanes in paved(True, True, False)] == [[1], [0], []]
+
+
+def test_no_lane_where_an_end_cannot_connect(three, monkeypatch):
+    """Both ends go on over gloo, and say so."""
+    _, paved = three
+
+    def meet(self, invitation, usual=Imitation._meet):
+        if self.end_of_pair == 0:
+            self._server.close()
+            raise RuntimeError("no way")
+        usual(self, invitation)
+
+    monkeypatch.setattr(Imitation, "_meet", meet)
+    with pytest.warns(RuntimeWarning, match="NCCL does not connect this GPU with that of neighbour") as told:
+        assert [{*lanes.values()} for lanes in paved(True, True, True)] == [{None}] * 3
+    assert len(told) == 6
+
+
 def test_the_environment_switches_it_off(monkeypatch):
-    monkeypatch.setitem(os.environ, "KLATSCH_NCCL", "0")
-    assert gpu_of(torch.device("cuda", 0)) == "" == gpu_of(torch.device("cpu"))
+    monkeypatch.setenv("KLATSCH_NCCL", "0")
+    assert gpu_of(torch.device("cuda", 0)) == gpu_of(torch.device("cpu")) == ""
 
 
 @GPU
-def test_a_gpu_has_the_same_name_everywhere():
-    assert gpu_of(torch.device("cuda", 0)) == str(torch.cuda.get_device_properties(0).uuid)
+def test_gpus_are_known_by_their_machine_and_their_name(monkeypatch):
+    name = str(torch.cuda.get_device_properties(0).uuid)
+    assert gpu_of(torch.device("cuda", 0)).split("/") == [MACHINE.read_text().strip(), name]
+    monkeypatch.setenv("KLATSCH_NCCL", "1")
+    assert gpu_of(torch.device("cuda", 0)) == f"any/{name}"

@@ -35,7 +35,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from klatsch.clock.network import Table
 from klatsch.ranks.failures import reason, warn
-from klatsch.ranks.waiting import FOREVER, in_background
+from klatsch.ranks.waiting import FOREVER, LAST_WORDS, in_background
 from klatsch.units import size
 
 CLOSING_TAG = (1 << 20) - 2  # of a message that never comes
@@ -45,6 +45,7 @@ NAMES_TAG, NAME, NAMES = (1 << 20) - 6, 8, 256  # bytes of a connection's name, 
 TCP_INFO, FIELDS = 11, struct.Struct("=120xQ20xI16xQQ")
 TELLING = 1 << 18  # bytes that say how fast a link is
 DESCRIPTORS = Path("/proc/self/fd")
+MACHINE = Path("/proc/sys/kernel/random/boot_id")  # the same in all of its containers
 CONNECT = timedelta(seconds=10)  # once both ends are there
 AT_ONCE = timedelta(milliseconds=1)
 LOOK = 0.05  # seconds between two looks at whether the other end is still expected
@@ -232,18 +233,18 @@ class Edges:
             lane.end(reason(error))
         lane.parted.set()
 
-    def part(self, lanes: Mapping[int, Lane], seconds: float, is_out: Callable[[int], bool]) -> set[int]:
-        """Wait until the other ends of lanes need them no more, as this rank does not; returns who has not said so.
+    def part(self, lanes: Mapping[int, Lane]) -> set[int]:
+        """Wait a little until the other ends of lanes need them no more, either; returns who has not said so.
 
         What is on its way over NCCL may need its sender until it has come.
         """
+        byes = []  # kept: gloo forgets what nobody holds
         for peer in lanes:
             with suppress(RuntimeError):
-                self.post(False, torch.zeros(1, dtype=torch.uint8), peer, BYE_TAG)
-        deadline = time.monotonic() + seconds
-        for peer, lane in lanes.items():
-            while not (lane.parted.wait(LOOK) or is_out(peer) or time.monotonic() > deadline):
-                pass
+                byes.append(self.post(False, torch.zeros(1, dtype=torch.uint8), peer, BYE_TAG))
+        deadline = time.monotonic() + LAST_WORDS
+        for lane in lanes.values():
+            lane.parted.wait(max(0.0, deadline - time.monotonic()))
         return {peer for peer, lane in lanes.items() if lane.broken or not lane.parted.is_set()}
 
     def flown(self) -> dict[int, Flown]:
@@ -321,8 +322,7 @@ class Lane:
             self._meet(_Invitation.from_buffer_copy(invitation))
             if self.broken:  # nobody waits for it any more
                 return self.end(self.broken)
-            one = torch.ones(1, dtype=torch.uint8, device=self.device)
-            self._start(torch.zeros_like(one), one)()
+            self._start(None, None)()
         except (OSError, RuntimeError) as error:
             self.broken = reason(error)
 
@@ -332,7 +332,7 @@ class Lane:
             settings = SETTINGS.pack(SETTINGS.size, 0xCAFEBEEF, 21700, 1, UNDEFINED, UNDEFINED, MOST_BLOCKS, 0)
             new = ctypes.c_void_p()
             _nccl("ncclCommInitRankConfig", ctypes.byref(new), 2, invitation, self.end_of_pair, settings)
-            self._communicator = new
+            self._communicator, self._bytes = new, torch.zeros(2, 1, dtype=torch.uint8, device=self.device)
 
     def expect(self, room: Tensor) -> Batch:
         """A batch in which a message arrives."""
@@ -353,21 +353,26 @@ class Lane:
         batch.posted.set()
 
     def _start(self, room: Tensor | None, message: Tensor | None) -> Callable[[], object]:
-        """Begin to receive and to send; returns what waits until both have ended."""
-        stream, other = self._stream, 1 - self.end_of_pair
+        """Begin to receive and to send; returns what waits until both have ended.
+
+        Where there is no message, a byte goes instead: so neither end has done with it before the other has begun.
+        """
+        stream, other, (nothing, dummy) = self._stream, 1 - self.end_of_pair, self._bytes
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.device(self.device):
             _nccl("ncclGroupStart")
             try:
-                for call, memory in (("ncclRecv", room), ("ncclSend", message)):
-                    if memory is not None:
-                        memory.record_stream(stream)  # nobody else gets it before
-                        place, on = ctypes.c_void_p(memory.data_ptr()), ctypes.c_void_p(stream.cuda_stream)
-                        _nccl(call, place, ctypes.c_size_t(memory.nbytes), BYTES, other, self._communicator, on)
+                for call, memory in (
+                    ("ncclRecv", dummy if room is None else room),
+                    ("ncclSend", nothing if message is None else message),
+                ):
+                    memory.record_stream(stream)  # nobody else gets it before
+                    place, on = ctypes.c_void_p(memory.data_ptr()), ctypes.c_void_p(stream.cuda_stream)
+                    _nccl(call, place, ctypes.c_size_t(memory.nbytes), BYTES, other, self._communicator, on)
             finally:
                 _nccl("ncclGroupEnd")
             ended = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-            ended.record(stream)  # type: ignore[no-untyped-call]
+            ended.record(stream)
         return ended.synchronize
 
     def fault(self) -> str:
@@ -433,12 +438,17 @@ def _meaning(code: int) -> str:
 
 
 def gpu_of(device: torch.device) -> str:
-    """What all processes call a GPU that may have lanes; "" for any other device, and with KLATSCH_NCCL=0."""
-    if device.type != "cuda" or os.environ.get("KLATSCH_NCCL") == "0":
+    """MACHINE/GPU, named alike in all processes, if lanes are possible; KLATSCH_NCCL=1 makes all machines one, 0 none.
+
+    Between machines, NCCL chooses its own way, which may be another one than that of the edges.
+    """
+    choice = os.environ.get("KLATSCH_NCCL", "")
+    if device.type != "cuda" or choice == "0":
         return ""
     with suppress(AttributeError, OSError):  # an old torch, or one without NCCL
         _library()
-        return str(torch.cuda.get_device_properties(device).uuid)
+        machine = "any" if choice == "1" else MACHINE.read_text().strip()
+        return f"{machine}/{torch.cuda.get_device_properties(device).uuid}"
     return ""
 
 

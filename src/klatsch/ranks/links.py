@@ -108,7 +108,7 @@ class GlooLinks:
             self._pace = Pace(tell, self.membership.beside(), self.rank, topology.size)
 
     def _pave(self, gpu: str, first: int) -> None:
-        """Make lanes to neighbours, where both have a GPU that no other rank uses."""
+        """Make lanes to neighbours on the same machine, where both have a GPU that no other rank uses."""
         others = [rank for rank in range(self.topology.size) if rank != self.rank]
         alone, told, deadline = False, dict[int, Note](), time.monotonic() + min(self.timeout, KNOWN_WITHIN)
         while not alone and time.monotonic() < deadline:
@@ -116,7 +116,8 @@ class GlooLinks:
             alone = all(rank in told or self.is_out(rank) for rank in others)
             time.sleep(0.0 if alone else SOON)
         alone = alone and gpu not in {note.gpu for note in told.values()}
-        near = [peer for peer in self.membership.beside() if peer in told and told[peer].gpu]
+        here = {rank for rank, note in told.items() if note.gpu and note.gpu.split("/")[0] == gpu.split("/")[0]}
+        near = [peer for peer in self.membership.beside() if peer in here]
         for peer, lane in self.edges.pave(near, self.device, alone, self.is_out).items():
             if isinstance(lane, Lane):
                 self.lanes[peer] = lane
@@ -411,7 +412,7 @@ class GlooLinks:
         if self.failure is None:  # otherwise, the sooner it ends the better
             sent = [self._arriving.get(key, []) for key in self._leaving]
             self._end([*chain(*self._leaving.values(), *sent)])
-            self.unsure |= self.edges.part(self.lanes, self.timeout, self.is_out)
+            self.unsure |= self.edges.part(self.lanes)
         for lane in self.lanes.values():
             lane.end("it is over")
         if self._pace is not None:
