@@ -11,11 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import klatsch
 from klatsch.ranks import edges
 from klatsch.ranks.edges import MACHINE, Batch, Edges, gpu_of
 from tests.ranks.test_changes import Crew, simulated
 from tests.support.lanes import Imitation
 from tests.support.processes import wait_until_stopped
+from tests.support.rank_changes import problem, rate
+from tests.support.table import RULES
 from tests.support.waiting import wait_until
 
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -179,7 +182,8 @@ def test_lanes_between_own_gpus_of_one_machine_alone(crew):
         assert member.process.returncode == 0, member.process.stderr
         assert lanes_of(kept, member) == [lanes]
     (steps,) = {max(kept[m.name]["path"]) for m in members}
-    expected = simulated([*kept.values()], "dat, momentum", "complete", steps)
+    rule, graph = RULES["dat, momentum"](rate(5)), klatsch.topology.make("complete", 4)
+    expected = klatsch.simulate(problem(), rule, graph, steps, record=[steps]).output[:, 0]
     for one in kept.values():
         torch.testing.assert_close(one["path"][steps], expected[one["node"]], rtol=1e-7, atol=1e-7)
 
