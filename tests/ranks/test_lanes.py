@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import klatsch
 from klatsch.ranks import edges
-from klatsch.ranks.edges import MACHINE, Batch, Edges, gpu_of
+from klatsch.ranks.edges import MACHINE, Edges, Passage, gpu_of
 from tests.ranks.test_changes import Crew, simulated
 from tests.support.lanes import Imitation
 from tests.support.processes import wait_until_stopped
@@ -36,7 +36,7 @@ def crew(prepared, tmp_path):
 
 
 def dies(kind, **how):
-    """How a member dies in the middle of the exchange of some batch, the first one being that of the connection."""
+    """How a member dies in the middle of the exchange of some passage; the first one is that of the connection."""
     return {"lanes": {"kind": kind} | how}
 
 
@@ -231,18 +231,18 @@ def test_a_lane_ends_with_its_edge_and_takes_no_other_with_it(three):
     begun, expected = lanes[0][1].expect(room()), lanes[0][1].expect(room())
     lanes[0][1].post(begun, room())  # the other end does not: it would wait for ever
     ends[1].close(0)  # as if it were gone
-    for batch in (begun, expected):
+    for passage in (begun, expected):
         with pytest.raises(RuntimeError, match="closed"):
-            batch.wait()
-    later = Batch(lanes[0][1])
+            passage.wait()
+    later = Passage(lanes[0][1])
     lanes[0][1].post(later, room())
     with pytest.raises(RuntimeError, match="closed"):
         later.wait()
     there, back = lanes[0][2].expect(room()), lanes[2][0].expect(room())
     lanes[0][2].post(there, room() + 1)
     lanes[2][0].post(back, room() + 2)
-    for batch in (there, back):
-        batch.wait()
+    for passage in (there, back):
+        passage.wait()
     assert (int(there.room[0]), int(back.room[0])) == (2, 1)
 
 

@@ -12,13 +12,13 @@ import torch
 
 from klatsch.ranks import edges, links
 
-BEGINNING = struct.Struct("=qq")  # how many batches there were before, and the bytes of the message that follows
+BEGINNING = struct.Struct("=qq")  # how many passages there were before, and the bytes of the message that follows
 
 
 class Imitation(edges.Lane):
-    """Like NCCL, it takes one batch after the other, each when both ends are there, and never sees that one is gone."""
+    """Like NCCL, it takes one passage after the other, when both ends are there, and never sees that one is gone."""
 
-    dies_in = None  # the number of a batch in the middle of which this process is killed, or stopped
+    dies_in = None  # the number of a passage in the middle of which this process is killed, or stopped
     dies_of = signal.SIGKILL
 
     def invitation(self):

@@ -298,7 +298,7 @@ def _exchanged(group: dist.ProcessGroup, other: int, own: bytes, tag: int, withi
 class Lane:
     """A way between the GPUs of two neighbours, beside their edge: a communicator of NCCL, for two.
 
-    Both ends post the same batches in the same order. NCCL does not see that the other end is gone or silent, and its
+    Both ends post the same passages in the same order. NCCL does not see that the other end is gone or silent, and its
     kernels wait for ever; who sees it ends the lane, which lets them go. It is NCCL itself, and not torch's process
     group, whose watchdog ends the process where something fails.
     """
@@ -307,7 +307,7 @@ class Lane:
         self.end_of_pair, self.device = end, device
         self.broken = ""  # why, once it is
         self.parted = threading.Event()  # when the other end needs it no more, or the edge has broken
-        self._using, self._unposted = threading.Lock(), set[Batch]()
+        self._using, self._unposted = threading.Lock(), set[Passage]()
         self._communicator = ctypes.c_void_p()
 
     def invitation(self) -> bytes:
@@ -334,23 +334,23 @@ class Lane:
             _nccl("ncclCommInitRankConfig", ctypes.byref(new), 2, invitation, self.end_of_pair, settings)
             self._communicator, self._bytes = new, torch.zeros(2, 1, dtype=torch.uint8, device=self.device)
 
-    def expect(self, room: Tensor) -> Batch:
-        """A batch in which a message arrives."""
-        batch = Batch(self, room)
+    def expect(self, room: Tensor) -> Passage:
+        """A passage on which a message arrives."""
+        passage = Passage(self, room)
         with self._using:
-            self._unposted.add(batch)
-        return batch
+            self._unposted.add(passage)
+        return passage
 
-    def post(self, batch: Batch, message: Tensor | None) -> None:
-        """Begin a batch, with a message or without, after what the current stream has to do; does not wait."""
+    def post(self, passage: Passage, message: Tensor | None) -> None:
+        """Begin a passage, with a message or without, after what the current stream has to do; does not wait."""
         with self._using:
-            self._unposted.discard(batch)
+            self._unposted.discard(passage)
             try:
                 if not self.broken:
-                    batch.runs = self._start(batch.room, message)
+                    passage.runs = self._start(passage.room, message)
             except RuntimeError as error:
                 self.broken = reason(error)
-        batch.posted.set()
+        passage.posted.set()
 
     def _start(self, room: Tensor | None, message: Tensor | None) -> Callable[[], object]:
         """Begin to receive and to send; returns what waits until both have ended.
@@ -389,8 +389,8 @@ class Lane:
         self.broken = self.broken or why
         free = self._using.acquire(timeout=1.0)  # NCCL itself may wait for the other end, until this ends it
         communicator, self._communicator = self._communicator, ctypes.c_void_p()
-        for batch in [*self._unposted]:
-            batch.posted.set()
+        for passage in [*self._unposted]:
+            passage.posted.set()
         if free:
             self._using.release()
         if communicator and threading.main_thread().is_alive():  # otherwise the process ends, and all with it
@@ -401,7 +401,7 @@ class Lane:
         _nccl("ncclCommAbort", communicator)
 
 
-class Batch:
+class Passage:
     """What goes over a lane at a time: a message at most each way."""
 
     def __init__(self, lane: Lane, room: Tensor | None = None) -> None:

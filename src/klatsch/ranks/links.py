@@ -18,7 +18,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from klatsch.ranks.agreement import Group, absent, members
 from klatsch.ranks.edges import LOOK as SOON
-from klatsch.ranks.edges import Batch, Edges, Lane, gpu_of
+from klatsch.ranks.edges import Edges, Lane, Passage, gpu_of
 from klatsch.ranks.failures import LinkError, QuorumError, reason, shown, warn
 from klatsch.ranks.membership import Membership
 from klatsch.ranks.waiting import Landed, Note, Notes, Pace, Stage, Stopwatch, Transfer, Waiter
@@ -88,7 +88,7 @@ class GlooLinks:
         self._leaving: dict[tuple[int, int], list[Transfer]] = {}
         self._landed: dict[int, Landed] = {}  # by neighbour: its message on the GPU
         self.lanes: dict[int, Lane] = {}  # by neighbour
-        self._batches: dict[int, dict[int, Batch]] = {}  # by tag and neighbour: those that are not posted yet
+        self._passages: dict[int, dict[int, Passage]] = {}  # by tag and neighbour: those that are not posted yet
         self._tails: dict[tuple[int, int], Tensor] = {}  # of messages over lanes, by tag and neighbour
         self._heard: dict[int, int] = {}  # by neighbour: the last round from which a message came
         self._waiters: dict[tuple[object, ...], Waiter] = {}
@@ -131,9 +131,9 @@ class GlooLinks:
         room = self._rooms[tag] = self._room(tag, t, like)
         arriving = self._pieces(True, tag, [(peer, memory) for peer, memory in room if peer not in self.lanes])
         for peer, memory in [(peer, memory) for peer, memory in room if peer in self.lanes]:
-            batch = self._batches.setdefault(tag, {})[peer] = self.lanes[peer].expect(memory[: -self.tail])
+            passage = self._passages.setdefault(tag, {})[peer] = self.lanes[peer].expect(memory[: -self.tail])
             tail = self._tails[tag, peer] = torch.empty(self.tail, dtype=torch.uint8)
-            arriving.append(self._beside(True, tag, peer, tail, batch))
+            arriving.append(self._beside(True, tag, peer, tail, passage))
         self._arriving[tag, t] = arriving
         for transfer in arriving:
             transfer.start()
@@ -162,22 +162,22 @@ class GlooLinks:
 
     def _send_over_lanes(self, tag: int, message: Tensor, targets: Set[int]) -> list[Transfer]:
         """Exchange a message over lanes: with targets, and with those from which one is expected."""
-        leaving, batches = [], self._batches.pop(tag, {})
-        for peer in sorted(self.lanes.keys() & (targets | batches.keys())):
+        leaving, passages = [], self._passages.pop(tag, {})
+        for peer in sorted(self.lanes.keys() & (targets | passages.keys())):
             lane, speaks = self.lanes[peer], peer in targets
-            batch = batches.get(peer) or Batch(lane)
-            lane.post(batch, message[: -self.tail] if speaks else None)
+            passage = passages.get(peer) or Passage(lane)
+            lane.post(passage, message[: -self.tail] if speaks else None)
             if speaks:
                 self.membership.tell(tail := torch.empty(self.tail, dtype=torch.uint8))
-                leaving.append(transfer := self._beside(False, tag, peer, tail, batch))
+                leaving.append(transfer := self._beside(False, tag, peer, tail, passage))
                 transfer.start()
         self._take(leaving)
         return leaving
 
-    def _beside(self, incoming: bool, tag: int, peer: int, tail: Tensor, batch: Batch) -> Transfer:
+    def _beside(self, incoming: bool, tag: int, peer: int, tail: Tensor, passage: Passage) -> Transfer:
         """The transfer of a tail over an edge, and of its message over the lane."""
         transfer = self._transfer(incoming, tail, peer, tag)
-        transfer.beside = batch.wait
+        transfer.beside = passage.wait
         self._waiter(peer, incoming)  # not later: some Pythons start no threads at the end
         return transfer
 
