@@ -268,16 +268,21 @@ def test_no_lane_where_an_end_may_not_have_one(three):
     assert [[peer for peer, lane in lanes.items() if lane] for lanes in paved(True, True, False)] == [[1], [0], []]
 
 
-def test_no_lane_where_an_end_cannot_connect(three, monkeypatch):
+def no_network(self):
+    raise RuntimeError("no interface")
+
+
+def fails_at_the_first_end(self, invitation, usual=Imitation.connect):
+    usual(self, invitation)
+    if self.end_of_pair == 0:
+        self.broken = "no way"
+
+
+@pytest.mark.parametrize("name, instead", [("invitation", no_network), ("connect", fails_at_the_first_end)])
+def test_no_lane_where_an_end_cannot_connect(three, monkeypatch, name, instead):
     """Both ends go on over gloo, and say so."""
     _, paved = three
-
-    def connect(self, invitation, usual=Imitation.connect):
-        usual(self, invitation)
-        if self.end_of_pair == 0:
-            self.broken = "no way"
-
-    monkeypatch.setattr(Imitation, "connect", connect)
+    monkeypatch.setattr(Imitation, name, instead)
     with pytest.warns(RuntimeWarning, match="NCCL does not connect this GPU with that of neighbour") as told:
         assert [{*lanes.values()} for lanes in paved(True, True, True)] == [{None}] * 3
     assert len(told) == 6

@@ -54,7 +54,8 @@ INVITATION_TAG, READY_TAG, BYE_TAG = ((1 << 20) - tag for tag in (7, 8, 9))  # o
 INVITATION, UNDEFINED = 128, -(1 << 31)  # NCCL's: bytes, and what stands for a default
 # How NCCL makes a communicator: the size of this, a magic number, its version 2.17, whether the call waits, thread
 # blocks per cluster, the fewest and the most of them, and the network. While it waits for the other end, NCCL keeps as
-# many multiprocessors busy as it has thread blocks, from all that computes meanwhile; few carry as much as NVLink.
+# many multiprocessors busy as it has thread blocks, from all that computes meanwhile. How much four of them carry over
+# NVLink has not been measured.
 SETTINGS = struct.Struct("=QIIiiiiQ")
 MOST_BLOCKS, BYTES = 4, 1  # and what NCCL calls whole numbers of a byte
 
@@ -205,7 +206,7 @@ class Edges:
 
     def _paved(self, peer: int, device: torch.device, may: bool) -> Lane | None:
         """A lane, if both ends may have one and can; agreed on over the edge, without the store."""
-        group, other, patience = self._groups[peer], int(peer > self.rank), min(CONNECT, self._timeout / 2)
+        group, other, patience = self._groups[peer], int(peer > self.rank), min(CONNECT, self._timeout / 4)
 
         def both(own: bool) -> bool:
             return _exchanged(group, other, bytes([own]), READY_TAG, 2 * patience) == b"\1" and own
@@ -213,7 +214,10 @@ class Edges:
         if not both(may):
             return None
         lane = Lane(1 - other, device)
-        own = lane.invitation() if other else bytes(INVITATION)
+        own = bytes(INVITATION)
+        if other:
+            with suppress(RuntimeError):  # NCCL finds no network: the second end is told nothing, and both give up
+                own = lane.invitation()
         theirs = _exchanged(group, other, own, INVITATION_TAG)
         # NCCL may be shut out where gloo is not, and then waits for ever.
         connecting = in_background("lane", lambda: lane.connect(own if other else theirs))
@@ -319,6 +323,8 @@ class Lane:
     def connect(self, invitation: bytes) -> None:
         """Meet the other end, and send something both ways, since the first time takes NCCL longer; on both ends."""
         try:
+            if not any(invitation):
+                raise RuntimeError("NCCL finds no network")
             self._meet(_Invitation.from_buffer_copy(invitation))
             if self.broken:  # nobody waits for it any more
                 return self.end(self.broken)

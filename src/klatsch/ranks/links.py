@@ -142,10 +142,10 @@ class GlooLinks:
 
     def send(self, tag: int, t: int, message: Tensor) -> None:
         """Send a message to all that hear this rank in round t, with its tail; it must not change until `sent`."""
-        everyone = self._present(self._targets, t)
-        self.bytes_sent += len(everyone) * message.nbytes
-        over_lanes = self._send_over_lanes(tag, message, self.lanes.keys() & everyone)
-        targets, copied = [peer for peer in everyone if peer not in self.lanes], None
+        hearers = self._present(self._targets, t)
+        self.bytes_sent += len(hearers) * message.nbytes
+        over_lanes = self._send_over_lanes(tag, message, self.lanes.keys() & hearers)
+        targets, copied = [peer for peer in hearers if peer not in self.lanes], None
         if self._stage is not None and targets:
             message, copied = self._stage.copy_out(message, self.tail)
         if targets or not over_lanes:
