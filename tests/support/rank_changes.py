@@ -21,6 +21,7 @@ import klatsch
 from klatsch.optim import gossip, post
 from klatsch.ranks import crew
 from klatsch.ranks.assembly import Assembly
+from tests.support.lanes import use_lanes
 from tests.support.processes import say
 from tests.support.table import RULES
 from tests.support.waiting import HANG
@@ -44,7 +45,10 @@ def main():
         options |= options.get("second", {})
     task = problem(options.get("dim", 5))
     crew.SILENCE = HANG  # it warns of nothing that is only slow
-    x = nn.Parameter(task.start().clone())
+    if options.get("lanes"):
+        use_lanes(**options["lanes"])
+    device = options.get("device", "cpu")
+    x = nn.Parameter(task.start().to(device, copy=True))
     match options.get("wrong"):
         case "shape":
             x = nn.Parameter(x.detach()[None])
@@ -75,14 +79,15 @@ def main():
         checkpointer = klatsch.Checkpointer(folder / options["checkpoints"].format(name), every=10)
         say(folder, f"{name}-resumed", checkpointer.resume(optimizer))
     node = options.get("node", optimizer.rank) if member.is_new else optimizer.rank
-    kept = {"node": node, "ids": {}, "epochs": {}, "path": {}, "state": {}, "weight": {}}
+    kept = {"node": node, "ids": {}, "epochs": {}, "path": {}, "state": {}, "weight": {}, "lanes": {}}
 
     def look():
         kept["weight"][optimizer.rounds] = optimizer._weight
         kept["ids"][member.crew.member] = node
         kept["epochs"][member.epoch.number] = tuple(member.epoch)
-        kept["path"][optimizer.rounds] = optimizer.output()[0].clone()
-        kept["state"][optimizer.rounds] = {key: v.clone() for key, v in optimizer.vectors()[0].items()}
+        kept["lanes"][member.epoch.number] = len(optimizer._links.lanes)
+        kept["path"][optimizer.rounds] = optimizer.output()[0].to("cpu", copy=True)
+        kept["state"][optimizer.rounds] = {key: v.to("cpu", copy=True) for key, v in optimizer.vectors()[0].items()}
         at = member.epoch.number, len(member.epoch.members), optimizer.rounds, optimizer.rank
         say(folder, f"{name}-at", " ".join(map(str, at)))
 
@@ -93,7 +98,7 @@ def main():
             if t == options.get("leave"):
                 optimizer.leave()
                 break
-            x.grad = task.grad(x.detach()[None], t, [node])[0]
+            x.grad = task.grad(x.detach().cpu()[None], t, [node])[0].to(device)
             if t == options.get("stops_at"):
                 os.kill(os.getpid(), signal.SIGSTOP)
             if t == cut_at:

@@ -18,6 +18,7 @@ import klatsch
 from klatsch.ranks.assembly import Assembly
 from klatsch.ranks.waiting import Transfer
 from tests.support.imitation import imitate
+from tests.support.lanes import use_lanes
 from tests.support.processes import say
 from tests.support.rank_scenarios import problem_of
 from tests.support.waiting import HANG, wait_until
@@ -97,12 +98,15 @@ def nonsense(folder, on_failure, device=None):
         keep(folder, optimizer, x, lost=optimizer.lost, before=before)
 
 
-def apart(folder, victims, quorum=0.0):
+def apart(folder, victims, quorum=0.0, lanes=None):
     """Some ranks die after ten rounds, and cut the others off from each other."""
+    if lanes:
+        use_lanes(lanes)
     optimizer, x, problem = begin(on_failure="continue", quorum=quorum, timeout=HANG)
     model = nn.Module()
     model.x = x
     model.register_buffer("number", torch.tensor([float(optimizer.rank)]))
+    paved = [*optimizer._links.lanes]
     try:
         for t in range(1, 31):
             if optimizer.rank in victims and t == 11:
@@ -111,7 +115,7 @@ def apart(folder, victims, quorum=0.0):
             optimizer.step()
         consensus, own = optimizer.consensus(), x.detach().clone()
         klatsch.average_(model, parameters=True)
-        keep(folder, optimizer, x, consensus=consensus, own=own, number=float(model.number))
+        keep(folder, optimizer, x, consensus=consensus, own=own, number=float(model.number), lanes=paved)
     except klatsch.QuorumError:
         keep(folder, optimizer, x)
         raise

@@ -219,7 +219,9 @@ class Post:
         match event:
             case {"event": "epoch", "epoch": number, "neighbours": near}:
                 self._lost = []
-                self.crew.report({"epoch": number, "neighbours": near, "lost": []})
+                links, members = self._near
+                over_nccl = [members[peer] for peer in links.lanes]
+                self.crew.report({"epoch": number, "neighbours": near, "lost": [], "nccl": over_nccl})
             case {"event": "lost", "neighbour": neighbour}:
                 self._lost = [*self._lost, neighbour]
                 self.crew.report({"lost": self._lost})
@@ -231,6 +233,8 @@ class Post:
         """Seconds there and back and bytes per second, 0 if unknown, by member that is or was a neighbour."""
         links, members = self._near
         flown, known = links.edges.flown(), self._speeds.copy()
+        for peer in flown.keys() & links.lanes.keys():  # what goes from GPU to GPU is not seen
+            flown[peer] = flown[peer]._replace(taken=0)
         for peer, rate in rates(flown, links.messages, together=links.topology.degree > 1).items():
             _, before = known.get(members[peer], (0.0, 0.0))
             # All ranks of a host send their slices at the same time.

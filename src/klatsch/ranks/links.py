@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from functools import lru_cache, partial
 from itertools import chain
 from typing import Literal
@@ -17,10 +17,11 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 
 from klatsch.ranks.agreement import Group, absent, members
-from klatsch.ranks.edges import Edges
+from klatsch.ranks.edges import LOOK as SOON
+from klatsch.ranks.edges import Edges, Lane, Passage, gpu_of
 from klatsch.ranks.failures import LinkError, QuorumError, reason, shown, warn
 from klatsch.ranks.membership import Membership
-from klatsch.ranks.waiting import Landed, Notes, Pace, Stage, Stopwatch, Transfer, Waiter
+from klatsch.ranks.waiting import Landed, Note, Notes, Pace, Stage, Stopwatch, Transfer, Waiter
 from klatsch.topology import Topology
 
 OnFailure = Literal["raise", "continue"]
@@ -28,6 +29,7 @@ PIECE = 1 << 23  # bytes of a message that move at a time; for a timeout, a neig
 MOST_PATIENCE = 4  # timeouts for a neighbour that says it is waiting, too
 PACE_TAG = (1 << 20) - 1  # above the tags of rounds, below those of assemblies
 CALL = "call"  # what a thread is for that waits for messages outside of rounds
+KNOWN_WITHIN = 10.0  # seconds in which all ranks say which GPU they have; else there are no lanes
 LOOK = 0.25  # seconds after which a rank that waits looks who is still in a crew that changes
 OUT = "it is out of the crew"
 WITHOUT = "it goes on without this rank"
@@ -42,6 +44,10 @@ class GlooLinks:
     `settle` block, too. A neighbour may keep this rank waiting for `timeout` seconds. With on_failure="continue" this
     rank goes on without failed neighbours while `quorum`, a share of all ranks, is in reach. `is_out` says whether a
     crew that changes goes on without a neighbour; `first` is the round that these links begin with.
+
+    Over a lane, messages of rounds go from GPU to GPU, and only their tails over the edge. Both ends of a lane begin
+    the same messages in the same order, so that is the order in which they must be sent, and each rank begins with its
+    first neighbour: none waits for one that waits for it.
     """
 
     def __init__(
@@ -70,7 +76,9 @@ class GlooLinks:
         self.is_late: Callable[[int, int], object] = lambda peer, t: None
         self._told_late: dict[int, int] = {}  # by neighbour: the last round of which that was told
         self.waits: dict[int, float] = {}  # by neighbour: seconds until its messages came while this rank waited
-        self.notes = Notes(PrefixStore("notes", edges.store), self.rank)
+        # With `late`, and where ranks catch up, an exchange waits for neither end, and NCCL's does for both.
+        gpu = gpu_of(device) if self.survives and not topology.late and not catch_up else ""
+        self.notes = Notes(PrefixStore("notes", edges.store), self.rank, gpu)
         self._sources, self._targets = (
             lru_cache(1024)(partial(peers, self.rank)) for peers in (topology.neighbors, topology.receivers)
         )
@@ -79,6 +87,9 @@ class GlooLinks:
         self._arriving: dict[tuple[int, int], list[Transfer]] = {}  # by tag and round
         self._leaving: dict[tuple[int, int], list[Transfer]] = {}
         self._landed: dict[int, Landed] = {}  # by neighbour: its message on the GPU
+        self.lanes: dict[int, Lane] = {}  # by neighbour
+        self._passages: dict[int, dict[int, Passage]] = {}  # by tag and neighbour: those that are not posted yet
+        self._tails: dict[tuple[int, int], Tensor] = {}  # of messages over lanes, by tag and neighbour
         self._heard: dict[int, int] = {}  # by neighbour: the last round from which a message came
         self._waiters: dict[tuple[object, ...], Waiter] = {}
         self._hung_up: list[Waiter] = []  # of calls that were in vain
@@ -89,37 +100,86 @@ class GlooLinks:
             if not edges.optional:
                 raise absent(self.rank, topology.size, timeout, failure)
             self.lose(LinkError(self.rank, peer, first, reason(failure)))
+        if gpu:
+            self._pave(gpu, first)
         self._pace: Pace | None = None
         if catch_up:
             tell = partial(self._transfer, tag=PACE_TAG)
             self._pace = Pace(tell, self.membership.beside(), self.rank, topology.size)
+
+    def _pave(self, gpu: str, first: int) -> None:
+        """Make lanes to neighbours on the same machine, where both have a GPU that no other rank uses."""
+        others = [rank for rank in range(self.topology.size) if rank != self.rank]
+        alone, told, deadline = False, dict[int, Note](), time.monotonic() + min(self.timeout, KNOWN_WITHIN)
+        while not alone and time.monotonic() < deadline:
+            told = self.notes.of(*others) or told
+            alone = all(rank in told or self.is_out(rank) for rank in others)
+            time.sleep(0.0 if alone else SOON)
+        alone = alone and gpu not in {note.gpu for note in told.values()}
+        here = {rank for rank, note in told.items() if note.gpu and note.gpu.split("/")[0] == gpu.split("/")[0]}
+        near = [peer for peer in self.membership.beside() if peer in here]
+        for peer, lane in self.edges.pave(near, self.device, alone, self.is_out).items():
+            if isinstance(lane, Lane):
+                self.lanes[peer] = lane
+            elif lane is not None:
+                self.lose(LinkError(self.rank, peer, first, reason(lane)))
 
     # --- messages of rounds -------------------------------------------------------------------------------------
 
     def expect(self, tag: int, t: int, like: Tensor) -> None:
         """Get ready for what the neighbours send in round t under a tag: as many bytes as this rank sends."""
         room = self._rooms[tag] = self._room(tag, t, like)
-        arriving = self._arriving[tag, t] = self._pieces(True, tag, room)
+        arriving = self._pieces(True, tag, [(peer, memory) for peer, memory in room if peer not in self.lanes])
+        for peer, memory in [(peer, memory) for peer, memory in room if peer in self.lanes]:
+            passage = self._passages.setdefault(tag, {})[peer] = self.lanes[peer].expect(memory[: -self.tail])
+            tail = self._tails[tag, peer] = torch.empty(self.tail, dtype=torch.uint8)
+            arriving.append(self._beside(True, tag, peer, tail, passage))
+        self._arriving[tag, t] = arriving
         for transfer in arriving:
             transfer.start()
-        if self._stage is not None:
+        if self._stage is not None or self.lanes:
             self._take(arriving)  # not when they are needed: they go on to the GPU by themselves
 
     def send(self, tag: int, t: int, message: Tensor) -> None:
         """Send a message to all that hear this rank in round t, with its tail; it must not change until `sent`."""
-        targets, copied = self._present(self._targets, t), None
+        hearers = self._present(self._targets, t)
+        self.bytes_sent += len(hearers) * message.nbytes
+        over_lanes = self._send_over_lanes(tag, message, self.lanes.keys() & hearers)
+        targets, copied = [peer for peer in hearers if peer not in self.lanes], None
         if self._stage is not None and targets:
             message, copied = self._stage.copy_out(message, self.tail)
-        self.membership.tell(message[-self.tail :])
-        leaving = self._leaving[tag, t] = self._pieces(False, tag, [(peer, message) for peer in targets])
+        if targets or not over_lanes:
+            self.membership.tell(message[-self.tail :])
+        leaving = self._pieces(False, tag, [(peer, message) for peer in targets])
+        self._leaving[tag, t] = leaving + over_lanes
         for transfer in leaving:
             transfer.after = copied
             if copied is None:
                 transfer.start()
         if copied is not None:
             self._take(leaving)  # their threads start them
-        self.bytes_sent += len(targets) * message.nbytes
         self.messages.update(targets)
+
+    def _send_over_lanes(self, tag: int, message: Tensor, targets: Set[int]) -> list[Transfer]:
+        """Exchange a message over lanes: with targets, and with those from which one is expected."""
+        leaving, passages = [], self._passages.pop(tag, {})
+        for peer in sorted(self.lanes.keys() & (targets | passages.keys())):
+            lane, speaks = self.lanes[peer], peer in targets
+            passage = passages.get(peer) or Passage(lane)
+            lane.post(passage, message[: -self.tail] if speaks else None)
+            if speaks:
+                self.membership.tell(tail := torch.empty(self.tail, dtype=torch.uint8))
+                leaving.append(transfer := self._beside(False, tag, peer, tail, passage))
+                transfer.start()
+        self._take(leaving)
+        return leaving
+
+    def _beside(self, incoming: bool, tag: int, peer: int, tail: Tensor, passage: Passage) -> Transfer:
+        """The transfer of a tail over an edge, and of its message over the lane."""
+        transfer = self._transfer(incoming, tail, peer, tag)
+        transfer.beside = passage.wait
+        self._waiter(peer, incoming)  # not later: some Pythons start no threads at the end
+        return transfer
 
     def sent(self, tag: int, t: int) -> None:
         """Wait until the message of round t under a tag has left, so that its memory can be reused."""
@@ -134,11 +194,13 @@ class GlooLinks:
         """What the neighbours sent under a tag, without the tails; valid until the next `expect` of the tag."""
         self._arrive(tag, t)
         messages = [(source, memory) for source, memory in self._rooms[tag] if source not in self.lost]
-        if self.membership.learn(memory[-self.tail :] for _, memory in messages):
+        tails = [self._tails.get((tag, source), memory[-self.tail :]) for source, memory in messages]
+        if self.membership.learn(tails):
             self.take_stock(t)
         messages = [(source, memory) for source, memory in messages if source not in self.lost]
         if self._stage is not None:
-            messages = [(source, self._stage.at_hand(self._landed[source])) for source, _ in messages]
+            landed = {source: self._stage.at_hand(one) for source, one in self._landed.items()}
+            messages = [(source, landed.get(source, memory)) for source, memory in messages]
         return [(source, message[: -self.tail]) for source, message in messages]
 
     def _arrive(self, tag: int, t: int) -> None:
@@ -154,7 +216,8 @@ class GlooLinks:
         """Memory for the messages of round t under a tag, by neighbour; on the CPU reused in every round."""
         sources = self._present(self._sources, t)
         if self._stage is not None:
-            return [(source, self._stage.room(like)) for source in sources]
+            of = {source: torch.empty_like if source in self.lanes else self._stage.room for source in sources}
+            return [(source, make(like)) for source, make in of.items()]
         for key in [(tag, k) for k in range(len(sources)) if (tag, k) not in self._memory]:
             self._memory[key] = torch.empty_like(like)
         return [(source, self._memory[tag, k]) for k, source in enumerate(sources)]
@@ -259,6 +322,9 @@ class GlooLinks:
             if self.is_out(peer):
                 transfer.error = RuntimeError(OUT)
                 return False
+            if peer in self.lanes and (fault := self.lanes[peer].fault()):
+                transfer.error = RuntimeError(fault)
+                return False
             self.notes.waiting(peer)
             if self._told_late.get(peer) != t and clock.read() - began >= self.long:
                 self._told_late[peer] = t
@@ -298,6 +364,8 @@ class GlooLinks:
             transfers[:] = [transfer for transfer in transfers if transfer.peer != peer]
         warn(f"{failure.args[0]}; going on without it: this rank takes over its weight")
         self.notes.goes_on_without(peer)
+        if lane := self.lanes.pop(peer, None):
+            lane.end(failure.why)
         self.edges.close(peer)
         self.membership.lose(peer)
         self.take_stock(failure.round)
@@ -344,6 +412,9 @@ class GlooLinks:
         if self.failure is None:  # otherwise, the sooner it ends the better
             sent = [self._arriving.get(key, []) for key in self._leaving]
             self._end([*chain(*self._leaving.values(), *sent)])
+            self.unsure |= self.edges.part(self.lanes)
+        for lane in self.lanes.values():
+            lane.end("it is over")
         if self._pace is not None:
             self._pace.end()
         self.edges.close_all()

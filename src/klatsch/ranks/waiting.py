@@ -35,6 +35,7 @@ class Transfer:
 
     after: torch.cuda.Event | None = None  # before which it must not start
     land: Callable[[], Landed] | None = None  # brings it on when it has arrived
+    beside: Callable[[], None] | None = None  # waits for the part of it that goes another way
 
     def __init__(self, peer: int, incoming: bool, memory: Tensor, post: Callable[[], dist.Work | None]) -> None:
         self.peer, self.incoming, self._post = peer, incoming, post
@@ -65,6 +66,8 @@ class Transfer:
         if (work := self._work) is not None:
             try:
                 work.wait(FOREVER)
+                if self.beside is not None:
+                    self.beside()
             except RuntimeError as error:
                 self.error = error
             else:
@@ -248,6 +251,7 @@ class Note(NamedTuple):
     round: int = 0
     waits_for: int | None = None  # the rank that it waits for; None where it asks all
     without: Sequence[int] = ()  # ranks that it goes on without
+    gpu: str = ""  # the name of its GPU, where rounds may go from GPU to GPU
 
 
 class Notes:
@@ -258,15 +262,15 @@ class Notes:
     answer, there are no notes.
     """
 
-    def __init__(self, store: Store, rank: int) -> None:
-        self._store, self._rank, self._own, self._place = store, rank, Note(), ("in", 0)
+    def __init__(self, store: Store, rank: int, gpu: str = "") -> None:
+        self._store, self._rank, self._own, self._place = store, rank, Note(gpu=gpu), ("in", 0)
         self._heard: dict[int, tuple[int, float]] = {}  # by rank: the number of its last note, and when that was new
         self.tell(str(rank), json.dumps(self._own))
 
     def waiting(self, peer: int | None = None) -> None:
         """Say that this rank is alive and waiting for another, or for all."""
         how, t = self._place
-        self._own = Note(self._own.number + 1, how, t, peer, self._own.without)
+        self._own = self._own._replace(number=self._own.number + 1, how=how, round=t, waits_for=peer)
         self.tell(str(self._rank), json.dumps(self._own))
 
     def goes_on_without(self, peer: int) -> None:

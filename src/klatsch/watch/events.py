@@ -368,7 +368,9 @@ def shown(rows: Iterable[Event]) -> list[dict[str, str]]:
             "sent": size(int(row["bytes"])) if is_number(row.get("bytes")) else "",
             "waited": f"{row['waited']:.1f} s" if is_number(row.get("waited")) else "",
             "skipped": text(row.get("skipped")),
-            "neighbours": ", ".join(map(str, row.get("neighbours", ()))),
+            "neighbours": ", ".join(
+                f"{one}{' (NCCL)' * (one in row.get('nccl', ()))}" for one in row.get("neighbours", ())
+            ),
             "lost": ", ".join(map(str, row.get("lost", ()))),
         }
         for row in rows
