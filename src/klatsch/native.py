@@ -232,8 +232,8 @@ def gpu_kernel(source: str, name: str, device: torch.device) -> Callable[..., No
     beside = Path(torch.__file__).with_name("lib") / "libcaffe2_nvrtc.so"
     compiler = ctypes.CDLL(str(beside) if beside.exists() else f"libnvrtc.so.{torch.version.cuda.split('.')[0]}")
     driver, program, module, kernel = ctypes.CDLL("libcuda.so.1"), ADDRESS(), ADDRESS(), ADDRESS()
-    size, options = ctypes.c_size_t(), (ctypes.c_char_p * 2)()
-    options[:] = "--gpu-architecture=sm_{}{}".format(*torch.cuda.get_device_capability(device)).encode(), b"--std=c++17"
+    size, capability = ctypes.c_size_t(), "--gpu-architecture=sm_{}{}".format(*torch.cuda.get_device_capability(device))
+    options = (ctypes.c_char_p * 2)(capability.encode(), b"--std=c++17")
 
     def checked(status: int) -> None:
         if status:
