@@ -387,9 +387,7 @@ ON_THEIR_WAY = [
     ("ring", {"every": 2, "late": 3, "wire": "int8"}, []),
     ("one_peer_exponential", {"late": 2, "wire": "int8"}, []),
     ("base_graph", {"every": 2, "late": 1, "wire": "int8"}, []),
-    ("base_graph", {"late": 2}, [2]),
-    ("random_matching", {"late": 2, "wire": "bfloat16"}, []),
-    ("random_matching", {}, [2]),
+    ("random_matching", {"late": 2, "wire": "bfloat16"}, [2]),
     ("ring", {"late": 2}, [2]),
 ]
 UNEVEN = [
