@@ -288,14 +288,15 @@ def test_no_lane_where_an_end_cannot_connect(three, monkeypatch, name, instead):
     assert len(told) == 6
 
 
-def test_the_environment_switches_it_off(monkeypatch):
-    monkeypatch.setenv("KLATSCH_NCCL", "0")
+def test_the_environment_switches_it_on(monkeypatch):
+    monkeypatch.delenv("KLATSCH_NCCL", raising=False)
     assert gpu_of(torch.device("cuda", 0)) == gpu_of(torch.device("cpu")) == ""
 
 
 @GPU
 def test_gpus_are_known_by_their_machine_and_their_name(monkeypatch):
     name = str(torch.cuda.get_device_properties(0).uuid)
-    assert gpu_of(torch.device("cuda", 0)).split("/") == [MACHINE.read_text().strip(), name]
     monkeypatch.setenv("KLATSCH_NCCL", "1")
+    assert gpu_of(torch.device("cuda", 0)).split("/") == [MACHINE.read_text().strip(), name]
+    monkeypatch.setenv("KLATSCH_NCCL", "everywhere")
     assert gpu_of(torch.device("cuda", 0)) == f"any/{name}"

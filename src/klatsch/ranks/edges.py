@@ -444,16 +444,17 @@ def _meaning(code: int) -> str:
 
 
 def gpu_of(device: torch.device) -> str:
-    """MACHINE/GPU, named alike in all processes, if lanes are possible; KLATSCH_NCCL=1 makes all machines one, 0 none.
+    """MACHINE/GPU, named alike in all processes, if lanes are wanted and possible.
 
-    Between machines, NCCL chooses its own way, which may be another one than that of the edges.
+    KLATSCH_NCCL=1 asks for them, and KLATSCH_NCCL=everywhere makes all machines one: between them, NCCL chooses its own
+    way, which may be another one than that of the edges.
     """
-    choice = os.environ.get("KLATSCH_NCCL", "")
+    choice = os.environ.get("KLATSCH_NCCL", "0")
     if device.type != "cuda" or choice == "0":
         return ""
     with suppress(AttributeError, OSError):  # an old torch, or one without NCCL
         _library()
-        machine = "any" if choice == "1" else MACHINE.read_text().strip()
+        machine = "any" if choice == "everywhere" else MACHINE.read_text().strip()
         return f"{machine}/{torch.cuda.get_device_properties(device).uuid}"
     return ""
 
