@@ -695,7 +695,7 @@ def test_a_figure_with_some_of_the_clocks():
         ({"sentences": [{"claim": "{}", "theirs": {}}]}, "the claim has a {}; write {most}"),
         ({"sentences": [{"claim": "{rule}", "theirs": {}}]}, "the claim has a {rule}; write {most}"),
         ({"sentences": [{"claim": "{most:9999999999}", "theirs": {}}]}, "the claim has a {most}"),
-        ({"sentences": [{"claim": "{", "theirs": {}}]}, r"sentences\[0\]: single '{'"),
+        ({"sentences": [{"claim": "{", "theirs": {}}]}, r"sentences\[0\]: Single '{'"),
         ({"sentences": [{"claim": "so", "theirs": {"nodes": {"under": 3}}}]}, "nodes = .* for runs with 4; give above"),
         ({"sentences": [{"claim": "so", "theirs": {}, "where": {"rule": {"below": 3}}}]}, "for runs with dat; give"),
         ({"sentences": [{"claim": "so", "theirs": {"of": "wrost"}}]}, "unknown of 'wrost'; did you mean worst"),

@@ -436,11 +436,9 @@ def explained(error: ErrorDetails, known: type[BaseModel], place: str = "") -> s
     if error["type"] == "missing":
         return f"{key} is missing; give it, as in the example of docs/studies.md"
     value, message = error["input"], error["msg"].removeprefix("Value error, ")
-    if message[1:2].islower():  # not that of an option, such as M
-        message = f"{message[:1].lower()}{message[1:]}"
     if error["type"] != "value_error":
         asked = "clocks" if loc[:1] == ("clocks",) else field  # clocks have names of the user's, such as lr
-        message = f"give {WANTED[asked]}" if asked in WANTED else message
+        message = f"give {WANTED[asked]}" if asked in WANTED else f"{message[:1].lower()}{message[1:]}"
     elif isinstance(value, dict | BaseModel):  # the message shows the option and its value
         return f"{key}: {message}" if key else message
     elif message.startswith(f"{field} = "):
