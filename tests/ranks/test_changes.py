@@ -310,36 +310,23 @@ def test_edges_that_break_between_living_members_are_made_anew(crew, cut):
     assert_kept(kept, some.members, "d2")
 
 
-def test_one_that_was_stopped_finds_itself_out_and_joins_as_a_newcomer(prepared, tmp_path):
-    """But told to leave it does not join again, be the registry there or not: crews that wait beside each other."""
-    crews = {what: Crew(prepared, tmp_path / what, rule="d2") for what in ("joins", "leaves", "leaves alone")}
-    for some in crews.values():
-        some.folder.mkdir()
-        some.begin(3, timeout=20)[1].process.send_signal(signal.SIGSTOP)
-    for some in crews.values():
-        for member in (some.members[0], some.members[2]):
-            member.trains(2)
-    crews["leaves alone"].registry.kill()
-    crews["leaves alone"].registry.done()
-    for what in ("leaves", "leaves alone"):
-        stopped = crews[what].members[1]
-        stopped.process.send_signal(signal.SIGTERM)
-        stopped.process.send_signal(signal.SIGCONT)
-        assert stopped.process.done().returncode == 0, stopped.process.stderr
-        assert len(crews[what].end()[stopped.name]["ids"]) == 1
-
-    some = crews["joins"]
-    stopped, before = some.members[1], some.members[1].at()[2]
-    stopped.process.send_signal(signal.SIGCONT)
-    for member in some.members:
+def test_one_that_was_stopped_finds_itself_out_and_joins_as_a_newcomer(crew):
+    some = crew(rule="d2")
+    first = some.begin(3, timeout=20)
+    first[1].process.send_signal(signal.SIGSTOP)
+    for member in (first[0], first[2]):
+        member.trains(2)
+    before = first[1].at()[2]
+    first[1].process.send_signal(signal.SIGCONT)
+    for member in first:
         member.trains(3)
     kept = some.end()
-    for member in some.members:
+    for member in first:
         assert member.process.returncode == 0, member.process.stderr
-    assert len(kept[stopped.name]["ids"]) == 2  # it came back as another one
-    assert stopped.at()[2] > before
-    assert "this member is out of the crew" in stopped.process.stderr
-    assert_kept(kept, some.members, "d2")
+    assert len(kept[first[1].name]["ids"]) == 2  # it came back as another one
+    assert first[1].at()[2] > before
+    assert "this member is out of the crew" in first[1].process.stderr
+    assert_kept(kept, first, "d2")
 
 
 def test_garbage_on_the_ports_of_edges_disturbs_nobody(crew):
@@ -415,6 +402,23 @@ def test_a_newcomer_whose_neighbours_are_gone_joins_once_more(crew):
         assert member.process.returncode == 0, member.process.stderr
     assert some.registry.stdout.count(" joins") == 4
     assert_kept(kept, [*first, late], "d2")
+
+
+@pytest.mark.parametrize("registry", ["is there", "is gone"])
+def test_one_that_is_told_to_leave_while_it_is_out_does_not_join_again(crew, registry):
+    some = crew(rule="d2")
+    first = some.begin(3, timeout=20)
+    first[1].process.send_signal(signal.SIGSTOP)
+    for member in (first[0], first[2]):
+        member.trains(2)
+    if registry == "is gone":
+        some.registry.kill()
+        some.registry.done()
+    first[1].process.send_signal(signal.SIGTERM)
+    first[1].process.send_signal(signal.SIGCONT)
+    assert first[1].process.done().returncode == 0, first[1].process.stderr
+    kept = some.end()
+    assert len(kept[first[1].name]["ids"]) == 1
 
 
 @MEMBERS
