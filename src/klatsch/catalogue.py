@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).parent
 CHANNEL = (
     "NAME/8 of any topology, such as ring/8, or --set every=8, gossips in every 8th round only: local steps "
-    "in between. --set late=7 gives a message 7 rounds to travel; --set wire=bfloat16, int8 or topk(0.01) "
-    "sends fewer bytes. "
+    "in between. --set late=7 gives a message 7 rounds to travel; --set wire=bfloat16, int8, int4 or "
+    "topk(0.01) sends fewer bytes. "
     "--set loss=0.1 loses a tenth of the messages, --set one_way=true each independently; on complete, loss=0.9 is a "
     "new random graph in every round. klatsch run --set meets='pairwise 0.05 over wan' averages in pairs that wait for "
     "nobody."

@@ -81,7 +81,7 @@ def test_rooms_declare_what_others_use():
 
 
 def test_there_are_few_files():
-    assert len(list(SOURCE.rglob("*.py"))) <= 125, "let a crumb join the file that uses it"
+    assert len(list(SOURCE.rglob("*.py"))) <= 115, "let a crumb join the file that uses it"
 
 
 def test_a_class_name_means_one_thing():
