@@ -6,8 +6,8 @@
 with gossip, which take their learning rates and schedules. The others are named after a rule, with its defaults:
 `DATSGD` is the paper's, and with beta=0.9 needs no schedule. All take the keywords of `Gossip`: group, mesh, every,
 late, wire, catch_up, weight_decay, timeout, on_failure, quorum, on_nonfinite, start_equal, weight, any_graph, log. On
-slow networks, wire="int8" sends a quarter of the bytes, "int4" an eighth; docs/ranks.md has a table of what to take for images and for
-transformers.
+slow networks, wire="int8" sends a quarter of the bytes, "int4" an eighth; docs/ranks.md has a table of what to take for
+images and for transformers.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ class Gossip(Watched, Joinable, JoinHook):
         late: rounds that a message may travel while gradients are computed, at best every - 1; see `topology.channel`.
         wire: how numbers travel: "float32" (as they are), "bfloat16", "int8" (a quarter of the bytes), "int4" (an
             eighth), "topk(0.01)" (a hundredth, but ranks agree more slowly), or your own "file.py:name". All but the
-            first two need a graph that repeats, and a copy of the parameters for every neighbour and message of a period.
+            first two need a graph that repeats, and a copy of the parameters per neighbour and message of a period.
         catch_up: a rank that falls behind, because its gradients take longer, catches up in rounds without a gradient
             before its neighbours have to wait for it: with `late`, over gloo; see docs/slow-networks.md.
         weight_decay: added to gradients as weight_decay times the point where they are taken; with Adam, to the step

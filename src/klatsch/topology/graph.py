@@ -487,10 +487,10 @@ def channel(
             there on a pull arrives after the next value has been sent, and neighbours overreact to each other: weights
             are damped so that this dies out, which slows mixing down. Choose every - 1 at most if you can.
         wire: "float32" (numbers as they are), "bfloat16" (half the bytes of float32), "int8" (a quarter: differences to
-            what neighbours hold already, with a scale per 256 numbers), "int4" (an eighth, per 64), "topk(0.01)" (of each block of 256 differences
-            the largest share, in 3 bytes each; weights are damped, since neighbours know numbers late), or your own
-            encoding "file.py:name", which is executed. Differences need a graph that repeats: where it changes
-            periodically, neighbours hold a copy for each round of a period.
+            what neighbours hold already, with a scale per 256 numbers), "int4" (an eighth, with a scale per 64),
+            "topk(0.01)" (of each block of 256 differences the largest share, in 3 bytes each; weights are damped, since
+            neighbours know numbers late), or your own encoding "file.py:name", which is executed. Differences need a
+            graph that repeats: where it changes periodically, neighbours hold a copy for each round of a period.
         loss: the probability that a message is lost, drawn for every link and round by a seed that all know. Both
             directions of a link are lost together, and its weight stays with its ends, so a symmetric graph keeps the
             mean.
