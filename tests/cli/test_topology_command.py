@@ -82,10 +82,10 @@ def test_a_comparison_over_a_channel_leaves_out_graphs_that_it_does_not_fit(run_
     "given, reason",
     [
         (
-            ("ring", "-n", 4, "--set", "wire=int4"),
-            "unknown wire 'int4'; did you mean int8? There are float32, bfloat16",
+            ("ring", "-n", 4, "--set", "wire=int5"),
+            "unknown wire 'int5'; did you mean int8? There are float32, bfloat16",
         ),
-        (("--compare", "-n", 4, "--set", "wire=int4"), "unknown wire 'int4'; did you mean int8?"),
+        (("--compare", "-n", 4, "--set", "wire=int5"), "unknown wire 'int5'; did you mean int8?"),
         (("ring", "-n", 4, "--set", "late=soon"), "late = 'soon'; give a whole number from 0 to 10000"),
         (("ring", "-n", 4, "--set", "late=-1"), "late = -1; give a whole number from 0 to 10000"),
         (("random_matching", "-n", 4, "--set", "wire=int8"), "the graph is drawn anew in every round"),

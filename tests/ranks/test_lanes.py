@@ -146,7 +146,7 @@ def test_the_numbers_are_those_over_gloo(crew, kind):
             path.unlink()
     for node, path in paths[0].items():
         for t in path.keys() & paths[1][node].keys():
-            assert torch.equal(path[t], paths[1][node][t])
+            assert torch.equal(path[t], paths[1][node][t])  # bits: same call
 
 
 @KINDS

@@ -158,20 +158,24 @@ def assert_tells(cell, lines):
     assert np.abs(np.subtract([float(number) for number in told.groups()], known)).max() < 0.056, (cell, best)
 
 
-def test_the_table_at_equal_bytes_tells_the_best_that_sends_no_more():
+def test_the_tables_at_equal_bytes_tell_the_best_that_sends_no_more():
     page, lines = (RESULTS.parent / "slow-networks.md").read_text(), lines_of("bytes")
-    told = re.findall(r"^\| every (?:(\d+)\w\w )?round \(.*?\) \|(.*)\|$", page, re.M)
-    assert len(told) == 7
-    for every, cells in told:
-        for nodes, cells_of in zip(("16", "64"), np.array_split(cells.split(" | "), 2), strict=True):
-            mine = [line for line in lines if line["M"] == nodes]
+    for nodes in ("16", "64"):
+        start = page.index(f"| {nodes} machines: all-reduce in")
+        told = re.findall(
+            r"^\| every (?:(\d+)\w\w )?round \(.*?\) \|(.*)\|$", page[start : page.index("\n\n", start)], re.M
+        )
+        assert len(told) == 7
+        mine = [line for line in lines if line["M"] == nodes]
+        for every, cells in told:
             graph = f"complete/{every}" if every else "complete"
             (budget,) = {float(line["MB sent"]) for line in mine if line["topology"] == graph}
             within = [line for line in mine if float(line["MB sent"]) <= budget]
             reduced = [line for line in within if line["topology"].startswith("complete")]
             local = [line for line in reduced if line["rule"].startswith("dsgd")]
-            gossip = [line for line in within if "int8" in line["topology"]]
-            for cell, those in zip(cells_of, (local, [x for x in reduced if x not in local], gossip), strict=True):
+            gossip = [[line for line in within if wire in line["topology"]] for wire in ("int8", "int4")]
+            kinds = local, [line for line in reduced if line not in local], *gossip
+            for cell, those in zip(cells.split(" | "), kinds, strict=True):
                 assert_tells(cell.strip(), those)
 
 
@@ -183,13 +187,16 @@ def test_the_table_of_the_readme_tells_what_the_committed_table_says():
         "all-reduce": ("complete", "dsgd (momentum 0.9"),
         "plain gossip, local momentum or AdamW": ("one_peer_exponential", "dsgd (momentum 0.9"),
         "`GossipSGD`, `GossipAdamW`": ("base_graph", "dsgd (shared True"),
-        "`GossipSGD`, `GossipAdamW` in int8: a quarter of the bytes": ("base_graph (wire int8)", "dsgd (shared True"),
-        '`GossipSGD` with int8, one-peer exponential, `shared="first"`': (
-            "one_peer_exponential (wire int8)",
+        "`GossipSGD` in int4: an eighth of the bytes; `GossipAdamW` in int8: a quarter": (
+            "base_graph (wire int4)",
+            "dsgd (shared True",
+        ),
+        '`GossipSGD` in int4, Base-8, `shared="first"`: the bytes of the second line': (
+            "base_graph (k 7, wire int4)",
             "dsgd (shared first",
         ),
-        "fewest bytes, in int8: `qg`, 1/8 of the third line; `GossipAdamW`, one peer, `shared=False`, 1/16": (
-            "one_peer_exponential (wire int8)",
+        "fewest bytes: `qg` in int4, 1/15 of the third line; `GossipAdamW`, int8, one peer, `shared=False`, 1/16": (
+            "base_graph (k 1, wire int4)",
             "qg (cosine",
         ),
     }

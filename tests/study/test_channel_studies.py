@@ -76,7 +76,7 @@ def test_rules_that_do_not_fit_a_channel_are_left_out_or_refused():
         ({"late": -1}, "topologies[0]: late = -1; give a whole number from 0 to 10000"),
         ({"late": [0, 1.5]}, "topologies[0]: late = 1.5; give a whole number from 0"),
         ({"late": True}, "topologies[0]: late = True; give a whole number from 0"),
-        ({"wire": "int4"}, "topologies[0]: unknown wire 'int4'; did you mean int8? There are float32, bfloat16, int8"),
+        ({"wire": "int5"}, "topologies[0]: unknown wire 'int5'; did you mean int8? There are float32, bfloat16, int8"),
         ({"wire": 8}, "topologies[0]: unknown wire 8; did you mean int8? There are float32, bfloat16, int8"),
         ({"wires": "int8"}, "topologies[0]: ring has no option 'wires'; it takes every, late, wire"),
         ({"late": []}, "topologies[0]: late = []; the list is empty"),
@@ -156,6 +156,6 @@ def test_the_command_takes_a_grid_of_channels(run_cli):
     assert [row["topology"] for row in json.loads(out)["rows"]] == LABELS[4:]
     code, out, _ = run_cli("run", *given, "--set", "loss=0,0.2", "--json")
     assert [row["topology"] for row in json.loads(out)["rows"]] == ["ring/8", "ring/8 (loss 0.2)"]
-    code, _, err = run_cli("run", *given, "--set", "wire=int4")
+    code, _, err = run_cli("run", *given, "--set", "wire=int5")
     assert code == 2
-    assert "unknown wire 'int4'; did you mean int8?" in err
+    assert "unknown wire 'int5'; did you mean int8?" in err
