@@ -191,7 +191,7 @@ def test_the_table_of_the_readme_tells_what_the_committed_table_says():
             "base_graph (wire int4)",
             "dsgd (shared True",
         ),
-        '`GossipSGD` in int4, Base-8, `shared="first"`: the bytes of the second line': (
+        '`GossipSGD` in int4, Base-8, `shared="first"`: 6 % more bytes than the second line': (
             "base_graph (k 7, wire int4)",
             "dsgd (shared first",
         ),
