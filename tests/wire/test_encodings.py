@@ -208,7 +208,8 @@ def test_the_kernels_of_a_gpu_say_what_torch_says(length, device, monkeypatch):
         assert torch.equal(codes[numbers], wanted[numbers])  # bits: whole numbers
         again, said = torch.empty_like(v), encodings._restored(codes, scales, torch.float32)
         encodings._launch(encodings._restore_blocks, again, codes, scales, known)
-        torch.testing.assert_close(again, said if known is None else known + said, rtol=0, atol=0, equal_nan=True)
+        wanted = said if known is None else known + said
+        torch.testing.assert_close(again, wanted, rtol=0, atol=0, equal_nan=True)  # bits: same call
 
 
 @pytest.mark.parametrize("length", [256, 700, 7])
