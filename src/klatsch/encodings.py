@@ -145,8 +145,7 @@ class Int4(Encoding):
 
     def decode(self, streams: Sequence[Tensor], numbers: int, dtype: torch.dtype) -> Tensor:
         scales, pairs = (stream.contiguous() for stream in streams)
-        v = torch.empty((*pairs.shape[:-1], numbers), dtype=dtype, device=pairs.device)
-        if not _has_kernel(v):
+        if not _has_kernel(v := torch.empty((*pairs.shape[:-1], numbers), dtype=dtype, device=pairs.device)):
             return _unpacked(scales, pairs, numbers, dtype)
         native.call(f"klatsch_unpack_{KINDS[dtype]}", pairs, scales, *_rows(v), v)
         return v

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from klatsch import encodings, own, rules
+import klatsch
+from klatsch import encodings, own, problems, rules
 from klatsch import topology as tp
 from klatsch.encodings import BLOCK, quantized, restored
 from klatsch.simulation.mixing import StackedMix
@@ -286,6 +287,19 @@ def test_the_mean_is_kept_to_rounding_whatever_is_encoded(wire, name):
         state = rule.update(state, 0 * start, mix.in_round(t), t, 0.01)
     torch.testing.assert_close(state["w"].mean(0), start.mean(0), rtol=0, atol=1e-13)
     assert state["w"].std(0).mean() < (0.95 if "0.001" in wire else 0.7) * start.std(0).mean()
+
+
+def test_a_simulation_makes_its_encoding_once(monkeypatch):
+    """One of a user's own may take long to load, and remember something."""
+    made, make = [], encodings.of
+    monkeypatch.setattr(encodings, "of", lambda wire: made.append(wire) or make(wire))
+    problem, graph = problems.LeastSquares(5, dim=3), tp.make("ring", 5, wire=signs.WIRE)
+    calls = []
+    for steps in (5, 50):
+        klatsch.simulate(problem, rules.make("dsgd", lr=0.01), graph, steps, [steps], progress=False, engine="torch")
+        calls.append(len(made))
+        made.clear()
+    assert calls[0] == calls[1]
 
 
 OWN = """

@@ -281,8 +281,11 @@ class Crew:
     def _send(self, message: Message) -> None:
         """Send a message; if the line is broken or gone, the next one says again what matters."""
         if line := self._line:
-            with suppress(OSError):
+            try:
                 line.send(message)
+            except OSError:  # perhaps half of it has left: the thread makes a new line, and says it there
+                with suppress(OSError):
+                    line.socket.shutdown(socket.SHUT_RDWR)
 
     # --- the thread --------------------------------------------------------------------------------------------
 

@@ -29,7 +29,7 @@ from klatsch.files import json_of
 from klatsch.units import counted
 
 Message: TypeAlias = "dict[str, Any]"
-PROTOCOL, PORT = 1, 4711
+PROTOCOL, PORT = 2, 4711
 LARGEST = 1 << 20  # bytes of a message
 GREETING = 1 << 9  # bytes of a message from a stranger
 STRANGERS = 100  # at a time; one more, and the first is shut out

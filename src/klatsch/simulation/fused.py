@@ -222,10 +222,10 @@ class FusedStack(LinearStack):
     name, place = "fused", "cpu"
 
     def __init__(self, parts: Prepared) -> None:
-        super().__init__(parts)
-        (topology, *others), quadratic, linear = self.topologies, self.quadratic, self._linear
-        if others:
+        if len(parts.networks) > 1:
             raise ValueError("it runs one network at a time")
+        super().__init__(parts)
+        (topology,), quadratic, linear = self.topologies, self.quadratic, self._linear
         nodes, dim, size = self.nodes, self.dim, self.rates.dtype.itemsize
         library, single = native.library(), self.rates.dtype == torch.float32
         kernel = library.klatsch_rounds_f32 if single else library.klatsch_rounds_f64

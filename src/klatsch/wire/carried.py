@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import count
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from klatsch import encodings
 from klatsch.columns import Number
+from klatsch.encodings import Encoding
 from klatsch.rules import Flow, Rule, State
 from klatsch.rules.base import Tensors, of
 from klatsch.topology import Topology
@@ -53,6 +54,11 @@ class Carried(Rule):
     name = of("rule.name")
     iterate, query, output = of("rule.iterate"), of("rule.query"), of("rule.output")
 
+    @cached_property
+    def encoding(self) -> Encoding:
+        """Of the messages, made once: a user's own may take long to load, and remember something."""
+        return encodings.of(self.wire)
+
     def init(self, x: Tensor) -> State:
         state, rehearsal = dict(self.rule.init(x)), Rehearsal(self.rule, x)
         sizes = [rehearsal.full(like).numel() for _, _, like in rehearsal.sent if rehearsal.is_wide(like)]
@@ -67,7 +73,7 @@ class Carried(Rule):
 
     def update(self, s: State, grad: Tensor, flow: Flow, t: int, lr: Number) -> State:
         kept: State = {name: v for name, v in s.items() if name.startswith("held@")}
-        calls, encoding = count(), encodings.of(self.wire)
+        calls, encoding = count(), self.encoding
 
         def sent(place: str, v: Tensor) -> Tensor:
             """What neighbours know of v after this round."""
