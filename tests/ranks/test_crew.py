@@ -20,7 +20,7 @@ from torch.distributed import PrefixStore
 from klatsch.files import token_of
 from klatsch.ranks import registry
 from klatsch.ranks.crew import Crew, Dropped
-from klatsch.ranks.registry import Coordinator, Line, Registry, address_of, ask, framed, proof
+from klatsch.ranks.registry import PROTOCOL, Coordinator, Line, Registry, address_of, ask, framed, proof
 from tests.support.waiting import HANG, wait_until
 
 MODULE = "tests.support.rank_crews"
@@ -236,7 +236,7 @@ def test_a_registry_that_dies_while_a_change_is_agreed_on(monkeypatch):
                 def message():
                     return json.loads(file.read(int.from_bytes(file.read(4), "big")))
 
-                end.sendall(framed({"crew": 1, "nonce": "n"}))
+                end.sendall(framed({"crew": PROTOCOL, "nonce": "n"}))
                 nonces = "n", message()["nonce"]
                 end.sendall(framed({"proof": proof(b"", "registry", nonces), "timeout": 60.0, "quorum": 0.5}))
                 while (told := message())["op"] != "join":
@@ -500,7 +500,7 @@ def test_a_false_registry_is_not_believed(town):
 
         def pretend():
             with server.accept()[0] as end:
-                end.sendall(framed({"crew": 1, "nonce": "n"}))
+                end.sendall(framed({"crew": PROTOCOL, "nonce": "n"}))
                 told = json.loads(end.recv(1 << 12)[4:])
                 end.sendall(framed({"proof": told["proof"], "timeout": 1.0}))
 
