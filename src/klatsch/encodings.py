@@ -6,6 +6,7 @@ remembers sends C(v - h), where h is what both ends hold; both then add to h wha
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -270,11 +271,12 @@ def quantized(difference: Tensor) -> tuple[Tensor, Tensor]:
 def restored(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """The difference that `quantized` encoded, to the nearest code."""
     v = torch.empty(codes.shape, dtype=dtype, device=codes.device)
-    if _runs(_restore_blocks, v, codes.contiguous(), scales.contiguous(), None):
+    codes, scales = codes.contiguous(), scales.contiguous()
+    if _runs(_restore_blocks, v, codes, scales, None):
         return v
     if not _has_kernel(v):
         return _restored(codes, scales, dtype)
-    native.call(f"klatsch_restore_{KINDS[dtype]}", codes.contiguous(), scales.contiguous(), *_rows(v), v)
+    native.call(f"klatsch_restore_{KINDS[dtype]}", codes, scales, *_rows(v), v)
     return v
 
 
@@ -324,15 +326,23 @@ def _unpacked(scales: Tensor, pairs: Tensor, numbers: int, dtype: torch.dtype) -
 
 def _on_gpu(v: Tensor, held: Tensor | None = None) -> tuple[Tensor, Tensor] | None:
     """`quantized` of v, or v - held, by the kernel for a GPU; None where there is none."""
+    if not _is_for_gpu(v):
+        return None
     v, held = v.contiguous(), None if held is None else held.contiguous()
     codes = torch.empty(v.shape, dtype=torch.int8, device=v.device)
     scales = codes.new_empty(*v.shape[:-1], -(-v.shape[-1] // BLOCK), dtype=torch.bfloat16)
     return (codes, scales) if _runs(_quantize_blocks, v, held, codes, scales) else None
 
 
+def _is_for_gpu(v: Tensor) -> bool:
+    """Whether kernels for a GPU are asked for, and v is for them."""
+    asked = os.environ.get("KLATSCH_INT8_KERNEL") == "1"  # they have been compiled for a GPU, and not run on one yet
+    return asked and v.device.type == "cuda" and v.dtype == torch.float32 and v.numel() > 0
+
+
 def _runs(kernel: Callable[..., None], v: Tensor, *others: Tensor | None) -> bool:
     """Run a kernel on blocks of vectors, if there is one for them, and Triton can compile it here."""
-    if v.device.type != "cuda" or v.dtype != torch.float32 or not v.numel() or not WORKS.get(kernel, True):
+    if not _is_for_gpu(v) or not WORKS.get(kernel, True):
         return False
     try:
         _launch(kernel, v, *others)
