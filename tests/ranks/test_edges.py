@@ -28,6 +28,8 @@ from klatsch.ranks.edges import (
     links_of,
     rates,
 )
+from klatsch.ranks.links import GlooLinks
+from klatsch.topology import ring
 from tests.support.waiting import HANG
 
 
@@ -81,6 +83,24 @@ def test_nobody_waits_for_an_edge_to_one_that_is_out():
     failures = Edges(store, 0, HANG, "127.0.0.1", optional=True).open([1], lambda peer: next(looks))
     assert str(failures[1]) == "it does not connect"
     assert next(looks, None) is None  # it was out before the time was
+
+
+def test_nobody_waits_at_the_end_for_one_that_is_out():
+    """It was stopped, and takes nothing: what was sent to it never leaves."""
+    store, asked = dist.HashStore(), []
+
+    def linked(rank):
+        edges = Edges(store, rank, HANG, "127.0.0.1", optional=True)
+        return GlooLinks(edges, ring(2), torch.device("cpu"), 1.0, "continue")
+
+    with ThreadPoolExecutor(2) as threads:
+        one, stopped = threads.map(linked, (0, 1))
+    one.is_out = lambda peer: asked.append(peer) or True
+    one.send(0, 1, torch.zeros(one.tail, dtype=torch.uint8))
+    one.drain()
+    assert (asked, one.unsure) == ([1], {1})
+    stopped.close()
+    one.close()
 
 
 def test_a_stranger_at_a_guarded_port_is_refused():

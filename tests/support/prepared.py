@@ -22,6 +22,7 @@ import threading
 import traceback
 import types
 import warnings
+import weakref
 from concurrent.futures import process, thread
 from multiprocessing import resource_tracker, util
 from pathlib import Path
@@ -510,6 +511,8 @@ def main():
     torch.set_num_threads(1)
     gc.collect()
     gc.freeze()  # else every fork copies what it looks through
+    for finalizer in weakref.finalize._registry:  # of torch's operators, which no fork has to take apart at its end
+        finalizer.atexit = False
     finish(serve(asked))
 
 
