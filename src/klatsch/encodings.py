@@ -6,7 +6,6 @@ remembers sends C(v - h), where h is what both ends hold; both then add to h wha
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -335,9 +334,8 @@ def _on_gpu(v: Tensor, held: Tensor | None = None) -> tuple[Tensor, Tensor] | No
 
 
 def _is_for_gpu(v: Tensor) -> bool:
-    """Whether kernels for a GPU are asked for, and v is for them."""
-    asked = os.environ.get("KLATSCH_INT8_KERNEL") == "1"  # they have been compiled for a GPU, and not run on one yet
-    return asked and v.device.type == "cuda" and v.dtype == torch.float32 and v.numel() > 0
+    """Whether kernels for a GPU are for v."""
+    return v.device.type == "cuda" and v.dtype == torch.float32 and v.numel() > 0
 
 
 def _runs(kernel: Callable[..., None], v: Tensor, *others: Tensor | None) -> bool:
@@ -392,7 +390,7 @@ def _quantize_blocks(v, held, codes, scales, length, chunks):
     scale = tl.where(steep, tl.where(wide > even, wide, even), tl.div_rn(most, 127.0))
     bits = tl.cast(scale, tl.int32, bitcast=True)
     rounded = (bits + 0x7FFF + (bits >> 16 & 1)) & -65536  # to a bfloat16, ties to even
-    step = tl.cast(rounded, tl.float32, bitcast=True)
+    step = tl.where(scale == scale, tl.cast(rounded, tl.float32, bitcast=True), scale)  # NaN may be all ones
     steps = tl.div_rn(sizes, tl.where(step > 0.0, step, 1.0)[:, None])
     bits = tl.cast(steps, tl.int32, bitcast=True)  # from 128 on there are two codes per power of two
     above = (bits >> 22) - 172 + ((bits & 0x3FFFFF) > 0x200000).to(tl.int32)

@@ -79,7 +79,7 @@ def test_the_seconds_of_a_round():
 # --- which have a chance --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("params, wires", [(10, {"float32"}), (10_000_000, {"int8"})])
+@pytest.mark.parametrize("params, wires", [(10, {"float32"}), (10_000_000, {"int4"})])
 def test_fewer_bytes_only_where_a_round_is_faster(params, wires):
     """All else as it is: with 10 parameters a message takes its latency, with 10 million its bytes."""
     found, _ = found_by(FAR, params=params)
@@ -116,21 +116,24 @@ def test_longer_silence_only_where_messages_cost_time():
     assert all(each <= HARDLY * alone for each in found.values())
     found, alone = found_by(FAR)
     assert max(way.every for way in found) > 1
-    for (kind, _), mine in silences(found).items():
-        assert min(mine) == KINDS[kind].least
+    for (kind, graph), mine in silences(found).items():
+        assert min(mine) == KINDS[kind].least or round_seconds(FAR, Way(4, kind, graph), 100_000) > 4 * alone
         assert sorted(mine) == [H for H in BETWEEN if min(mine) <= H <= max(mine)]
         assert all(mine[H] > HARDLY * alone for H in sorted(mine)[:-1])
 
 
-def test_gossip_that_cannot_be_faster_is_left_out_but_an_all_reduce_is_not():
+def test_what_cannot_be_faster_is_left_out_but_an_all_reduce_is_not():
+    """The fastest of each rule stays, to compare."""
     slow = Clock(1e-4, Links(1e6, 0.5))
     found, alone = found_by(slow, params=1_000_000)
     assert {way.graph for way in found} == {ALL_REDUCE}
     assert all(each > 4 * alone for each in found.values())
-    assert {way.kind for way in found} == {name for name, kind in KINDS.items() if ALL_REDUCE in kind.graphs}
+    kinds = {name for name, kind in KINDS.items() if ALL_REDUCE in kind.graphs}
+    assert {(way.kind, way.every) for way in found} == {(name, BETWEEN[-1]) for name in kinds}
     for clock in (FAR, NEAR):
         found, alone = found_by(clock)
-        assert all(way.reduces or each < 4 * alone for way, each in found.items())
+        assert any(way.reduces for way in found)
+        assert all(each < 4 * alone for each in found.values())
 
 
 @pytest.mark.parametrize("machines", [2, 4, 8])

@@ -171,6 +171,8 @@ def blocks_of_all_kinds(length, dtype):
             numbers[places[: row % 13 // 2]] *= 1e4  # outliers of outliers
     v[5], v[6, 0], v[7, :9], v[8, -1], v[9, 0], v[10] = 0.0, torch.inf, -torch.inf, torch.nan, torch.nan, torch.nan
     v[9, -1] = torch.inf
+    ones = torch.tensor(-1, dtype=torch.int32 if dtype == torch.float32 else torch.int64)
+    v[11, 0] = ones.view(dtype)  # as a GPU writes NaN
     return v
 
 

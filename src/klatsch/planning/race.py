@@ -51,6 +51,7 @@ LEAST_SHARE = 0.1  # of a machine's worth that each one must bring
 LATE = 0.7  # of the rounds of one machine; what it has after these is the target, if none is given
 ALONE = 0.5  # of the time, in which one machine must have done its first rounds
 RACING = 0.8  # of the time; the rest is for the winners
+LEFT = 0.02  # of the time, in which one may begin with others
 PATIENCE, MOST = 4_000, 60_000  # rounds after which something must be heading for the target, and all end
 AROUND = 1  # points on each side with which an error is averaged: a dip by chance is not there to stay
 ROUNDING = 1e-6  # by which an error may be below 0
@@ -350,7 +351,7 @@ def promising_first(ways: Mapping[Way, float], alone: float) -> dict[Way, float]
 def _run_on(task: Task, runners: Sequence[Runner], target: float, timer: Timer) -> bool:
     """Run all until they are there or hopeless; returns whether there was time for it."""
     rounds, racing, in_time = FIRST, list(runners), True
-    trying = (timer.share + RACING) / 2  # what has not begun by then is left out
+    trying = (timer.share + RACING) / 2  # what has not begun by then waits until the others are there or hopeless
     best = min(r.seconds(target) for r in runners if r.steps)
     while racing:
         try:
@@ -365,6 +366,9 @@ def _run_on(task: Task, runners: Sequence[Runner], target: float, timer: Timer) 
             if rounds > FIRST:
                 break
         racing, rounds = still_racing(racing, runners, target, rounds, not in_time), rounds * LONGER
+        waiting = [runner for runner in runners if not runner.steps]
+        if waiting and not racing and RACING - timer.share > LEFT:
+            rounds, racing, trying = FIRST, waiting, (timer.share + RACING) / 2
     return in_time
 
 

@@ -40,7 +40,7 @@ class Kind(NamedTuple):
 MOMENTUM: dict[str, Given] = {"momentum": 0.9}
 AVERAGE: dict[str, Given] = {"beta": 0.9}
 # With an all-reduce in every round, momentum is that of the whole network without being sent. D2 needs one symmetric
-# matrix. `topk` does not race: int8 in every 64th round sends less than half of the bytes of topk(0.01) in every round,
+# matrix. `topk` does not race: int4 in every 64th round sends less than half of the bytes of topk(0.01) in every round,
 # and neighbours know all numbers sooner.
 KINDS = {
     "dsgd": Kind("dsgd", {}, {"ring": 2, ALL_REDUCE: 2}, "dsgd"),
@@ -52,6 +52,7 @@ KINDS = {
     "dat": Kind("dat", AVERAGE, {"ring": 2, "one_peer_exponential": 4, "exponential": 8, ALL_REDUCE: 2}, "dat"),
     "dat-d2": Kind("dat-d2", AVERAGE, {"ring": 2, "hypercube": 8}, "dat"),
 }
+SMALLER = ("int8", "int4")  # which need as many rounds as float32, to a few percent
 BETWEEN = (1, 4, 16, 64)  # H, rounds between two with gossip
 STEADY = (128, 384)  # between these rounds of the clock a round takes as long as any
 FASTER = 0.9  # of a round's time: what an option of a channel must save
@@ -149,8 +150,9 @@ def ways_of(clock: Clock, machines: int, params: int, alone: float) -> dict[Way,
     """All ways with some machines that have a chance, with the seconds of a round.
 
     Messages are small or late only where that makes a round faster, and H grows only until messages hardly cost time.
-    M machines need at least an M-th of the rounds of one, so gossip whose rounds take M times as long as those of one
-    machine, `alone`, has no chance. Graphs whose links the network does not have are left out.
+    M machines need at least an M-th of the rounds of one, so what takes M times as long for a round as one machine,
+    `alone`, has no chance; only each rule's fastest all-reduce stays, to compare. Graphs whose links the network does not have
+    are left out.
     """
     seconds_of: dict[Way, float] = {}
     for kind, (_, _, graphs, _, least) in KINDS.items():
@@ -164,9 +166,9 @@ def ways_of(clock: Clock, machines: int, params: int, alone: float) -> dict[Way,
                     break
                 variants = {way: seconds}
                 if not way.reduces and seconds > HARDLY * alone:
-                    small = way._replace(wire="int8")
-                    if (faster := round_seconds(clock, small, params)) < FASTER * seconds:
-                        way, seconds, variants = small, faster, {small: faster}
+                    for small in (way._replace(wire=wire) for wire in SMALLER):
+                        if (faster := round_seconds(clock, small, params)) < FASTER * seconds:
+                            way, seconds, variants = small, faster, {small: faster}
                     hidden = way._replace(late=H - 1)
                     if H > 1 and hidden.works and (faster := round_seconds(clock, hidden, params)) < FASTER * seconds:
                         variants[hidden] = faster
@@ -176,7 +178,8 @@ def ways_of(clock: Clock, machines: int, params: int, alone: float) -> dict[Way,
                     break
     if not seconds_of:
         raise missing
-    return {way: each for way, each in seconds_of.items() if way.reduces or each < machines * alone}
+    fastest = {w.kind: w for w in sorted(seconds_of, key=seconds_of.__getitem__, reverse=True) if w.reduces}
+    return {w: each for w, each in seconds_of.items() if each < machines * alone or w == fastest.get(w.kind)}
 
 
 def problem_of(text: str, nodes: int | None = None, /, **options: Any) -> Problem:

@@ -280,10 +280,9 @@ class KernelStack(LinearStack):
     """Rounds on a GPU, whose compiler gets the rule as C; an OSError without the compiler.
 
     A cluster of multiprocessors has one network and some of its columns in shared memory, and waits for nobody else.
-    It is asked for by name: "auto" does not choose it yet.
     """
 
-    name, place, apart, automatic = "cuda kernel", "cuda", True, False
+    name, place, apart = "cuda kernel", "cuda", True
 
     def __init__(self, parts: Prepared) -> None:
         super().__init__(parts)

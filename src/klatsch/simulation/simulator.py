@@ -334,7 +334,7 @@ def _fastest(engine: str, parts: Prepared) -> Stack:
             raise ValueError(f"engine = {engine!r} cannot run meets = {parts.meets!r}; use engine='auto'")
         return (PairwiseStack if parts.meets.startswith("pairwise") else StaleStack)(parts)
     for kind in (FusedStack, KernelStack, GraphStack):
-        if engine == kind.name or (engine == "auto" and kind.automatic and parts.rates.device.type == kind.place):
+        if engine == kind.name or (engine == "auto" and parts.rates.device.type == kind.place):
             try:
                 return kind(parts)
             except (ValueError, OSError, RuntimeError, NotTraceableError) as reason:

@@ -135,7 +135,6 @@ class Stack:
 
     name: ClassVar[str] = "torch"
     place: ClassVar[str] = ""  # the device where it is the fastest
-    automatic: ClassVar[bool] = True  # whether it is chosen there without being named
 
     def __init__(self, parts: Prepared) -> None:
         self.parts, self.problem, self.networks, self.rates = parts, parts.problem, parts.networks, parts.rates
