@@ -39,8 +39,8 @@ format: $(STAMP)
 	$(BIN)/python -m ruff check --fix .
 	$(BIN)/python -m ruff format .
 
-# What takes longer than minutes, or fetches packages, is run by hand.
-LONG := planner chaos peers peer_programs post_local plan_seconds
+# What takes longer than minutes, fetches packages, or needs torchrun and a GPU is run by hand.
+LONG := planner chaos peers peer_programs post_local plan_seconds gpu lanes
 
 bench: $(STAMP)
 	@for f in $(filter-out $(LONG:%=benchmarks/%.py),$(wildcard benchmarks/[a-z]*.py)); do echo "== $$f"; $(BIN)/python $$f || exit 1; done

@@ -21,11 +21,11 @@ def test_the_example_keeps_its_promise():
     text = (DOCS / "docs/planning.md").read_text()
     example = (DOCS / "README.md").read_text()
     target = float(re.search(r"least-squares to distance (\S+),", text)[1])
-    channel = r"in every (\d+)th round, as (\S+), learning rate (\S+)"
+    channel = r"in every (\d+)th round(?:, late (\d+))?, as (\S+), learning rate (\S+)"
     took = re.search(rf"take (\d+) machines, (\S+) \(beta=0.9\) on (\S+), {channel}", example)
     low, high = map(float, re.search(r"time: \S+ s \((\S+) s to (\S+) s, 3 seeds\)", example).groups())
-    machines, rule, graph, every, wire, lr = took.groups()
-    way = Way(int(machines), rule, graph, int(every), 0, wire)
+    machines, rule, graph, every, late, wire, lr = took.groups()
+    way = Way(int(machines), rule, graph, int(every), int(late or 0), wire)
     make, _ = of_any_size("least-squares", 64, noise=10.0)
     clock, seconds = Clock(0.05, "wan"), []
     for seed in SEEDS:

@@ -40,8 +40,8 @@ class Kind(NamedTuple):
 MOMENTUM: dict[str, Given] = {"momentum": 0.9}
 AVERAGE: dict[str, Given] = {"beta": 0.9}
 # With an all-reduce in every round, momentum is that of the whole network without being sent. D2 needs one symmetric
-# matrix. `topk` does not race: int4 in every 64th round sends less than half of the bytes of topk(0.01) in every round,
-# and neighbours know all numbers sooner.
+# matrix. `topk` does not race: int4 in every 64th round sends a third of the bytes of topk(0.01) in every round, and
+# neighbours know all numbers sooner.
 KINDS = {
     "dsgd": Kind("dsgd", {}, {"ring": 2, ALL_REDUCE: 2}, "dsgd"),
     "momentum": Kind("dsgd", MOMENTUM, {ALL_REDUCE: 2}, "momentum"),
