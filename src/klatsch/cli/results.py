@@ -255,7 +255,7 @@ def _print_runs(store: Store, runs: Runs, metric: str | None) -> None:
 def print_rows(
     rows: Sequence[Row], left_out: Sequence[LeftOut], title: str, device: str = "cpu", clocked: bool = False
 ) -> None:
-    """Print one line per row, then notes; with what it takes and sends where there is a clock."""
+    """Print one line per row, then notes; with seconds where there is a clock, and bytes there and where they differ."""
     from klatsch import native
 
     lines, counts = _lines(rows, clocked), sorted({len(row.curves) for row in rows})
@@ -306,6 +306,8 @@ def _lines(rows: Sequence[Row], clocked: bool) -> list[dict[str, str]]:
     if not rows:
         raise ValueError("no run is finished yet")
     spread = {len(row.curves) for row in rows} != {1}  # of the seeds
+    channels = {(row.case.channel.every, row.case.channel.wire) for row in rows if row.case is not None}
+    sending = clocked or len(channels) > 1
     measured = [name for name in BESIDE if not all(math.isnan(row.beside(name)) for row in rows)]
     return [
         {
@@ -319,7 +321,7 @@ def _lines(rows: Sequence[Row], clocked: bool) -> list[dict[str, str]]:
             **{name: "-" if math.isnan(v := row.beside(name)) else short(v) for name in measured},
             "Gamma": short(float(row.consensus[:, -1, row.best].mean())),
             **({"time": "-" if row.elapsed is None else duration(row.elapsed[-1])} if clocked else {}),
-            **({"sent": "-" if row.sent is None else size(row.sent)} if clocked else {}),
+            **({"sent": "-" if row.sent is None else size(row.sent)} if sending else {}),
         }
         for row in rows
     ]
