@@ -17,7 +17,9 @@ from tests.support.processes import Ranks
 from tests.support.waiting import LONGEST
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_configure(config):
+    config.pluginmanager.unregister(name="logging-plugin")  # no test asks for logs, and torch has 43 loggers to watch
     if hasattr(config, "workerinput"):  # a worker of pytest-xdist
         prctl(DIE_WITH_PARENT, signal.SIGKILL)
 

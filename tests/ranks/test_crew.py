@@ -66,9 +66,16 @@ class Life:
 
     def __init__(self, log, process):
         self.log, self.process, self.pid = log, process, process.pid
+        self._seen, self._read = [], 0
 
     def events(self):
-        return [json.loads(line) for line in self.log.read_text().splitlines()] if self.log.exists() else []
+        if self.log.exists():
+            with self.log.open() as log:
+                log.seek(self._read)  # all of it, every time, would take longer and longer
+                lines = log.read()
+            self._seen += map(json.loads, lines.splitlines())
+            self._read += len(lines)
+        return self._seen
 
     def of(self, name):
         return [event[name] for event in self.events() if name in event]

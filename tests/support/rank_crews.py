@@ -50,7 +50,7 @@ def train(crew, epoch, facts, tell, options):
                 if crew.alone:
                     tell(lost=t)
                 crew.report({"loss": 1 / t, "bytes": 100 * t, "neighbours": list(epoch.members)})
-                time.sleep(0.005)  # a round
+                time.sleep(0.02)  # a round
                 t += 1
         except Dropped as error:
             tell(dropped=str(error), again=error.again)
