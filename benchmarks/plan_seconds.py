@@ -4,7 +4,7 @@ Run: KLATSCH_DATA=FOLDER .venv/bin/python benchmarks/plan_seconds.py [--network 
      ... [--machines 64] [--device cuda]
 
 Skewed Fashion-MNIST (alpha = 0.1), timed as a model of 25 million parameters on the study's networks with stragglers:
-the first to 95 % of the best accuracy, among one to 16 machines. One machine has all data. It runs on one core.
+the first to 95 % of the best accuracy. One machine has all data. It runs on one core, or on a GPU.
 """
 
 from __future__ import annotations
@@ -36,9 +36,8 @@ def main() -> None:
     began = time.monotonic()
     answer = race.race(task)
     print(*answers.lines(task, answer), sep="\n")
-    print(
-        f"after {(time.monotonic() - began) / 60:.1f} of {given.minutes:g} minutes, with {len(answer.trials)} ways tried"
-    )
+    took = (time.monotonic() - began) / 60
+    print(f"after {took:.1f} of {given.minutes:g} minutes, with {len(answer.trials)} ways tried")
     for machines in sorted({trial.way.machines for trial in answer.trials}):
         tried = [trial for trial in answer.trials if trial.way.machines == machines]
         there = [f"{trial.way}: {duration(trial.seconds)}" for trial in tried if math.isfinite(trial.seconds)]

@@ -102,7 +102,7 @@ def all_ways(task: Task, images: bool) -> dict[Way, float]:
                     continue
                 for every in (1, 4, 16) if images else SILENCES:
                     way = Way(machines, kind, graph, every)
-                    small = way._replace(wire="int4")
+                    small = way._replace(wire=ways.KINDS[kind].wires[-1])
                     late = [one for one in [small._replace(late=every - 1)] if every > 1 and one.works]
                     some = [way] if way.reduces else [way, small, *late]
                     each = {one: ways.round_seconds(task.clock, one, task.params) for one in some}

@@ -75,7 +75,7 @@ def agents_loop(problem: problems.LeastSquares, graph: klatsch.Topology, rounds:
 
 
 def simulated(
-    problem: problems.LeastSquares, graph: klatsch.Topology, columns: int, rounds: int, engine: str, device: str = "cpu"
+    problem: problems.Problem, graph: klatsch.Topology, columns: int, rounds: int, engine: str, device: str = "cpu"
 ) -> float:
     """Seconds per round of the simulator."""
     rule = rules.make("dat", np.geomspace(1e-6, 1e-4, columns).tolist())
@@ -114,6 +114,23 @@ def table() -> None:
                 )
 
 
+def logistic() -> None:
+    print(
+        "\nlogistic regression, 20 parameters, ring, DAT, float32: microseconds of a round, and times as fast (range)"
+    )
+    print(f"{'M':>5}{'batch':>7}{'C':>5}{'torch':>10}{'fused':>9}{'ratio':>22}")
+    for M, batch, C in ((8, 1, 7), (8, 16, 7), (16, 1, 28), (16, 16, 28), (64, 1, 28), (64, 16, 28), (16, 16, 168)):
+        problem, graph = problems.LogisticRegression(M, batch=batch), topology.ring(M)
+        turns = []
+        for _ in range(REPEATS):
+            plain = simulated(problem, graph, C, 300, "torch")
+            turns.append((plain, simulated(problem, graph, C, 6000, "fused")))
+        torch_us, fused_us = (statistics.median(turn) * 1e6 for turn in zip(*turns, strict=True))
+        ratios = sorted(plain / fused for plain, fused in turns)
+        ratio = f"{statistics.median(ratios):.1f} ({ratios[0]:.1f} to {ratios[-1]:.1f})"
+        print(f"{M:>5}{batch:>7}{C:>5}{torch_us:>10.0f}{fused_us:>9.1f}{ratio:>22}", flush=True)
+
+
 def growth() -> None:
     print("\nseconds per round on a ring, DAT, float32, 7 columns")
     sizes, found = (100, 300, 1000, 3000, 10_000), []
@@ -147,6 +164,8 @@ if __name__ == "__main__":
     if reason:
         print(f"without the fused engine: {reason}")
     table()
+    if not reason:
+        logistic()
     growth()
     if torch.cuda.is_available():
         gpu()

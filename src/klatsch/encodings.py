@@ -33,7 +33,7 @@ SHORT, FINEST = 64, 7  # numbers that share a scale, and the largest code, of fo
 MOST_AT_ONCE = 1 << 28  # numbers
 KINDS = {torch.float32: "f32", torch.float64: "f64"}  # what the kernel is for
 AT_ONCE = 8  # blocks that one program of a GPU encodes
-WORKS: dict[Callable[..., None], bool] = {}  # kernels for a GPU that have run, or could not
+WORKS: dict[tuple[Callable[..., None], torch.device], bool] = {}  # kernels that have run on a GPU, or could not
 tl: object = None  # triton.language, once they are needed
 
 
@@ -334,21 +334,22 @@ def _on_gpu(v: Tensor, held: Tensor | None = None) -> tuple[Tensor, Tensor] | No
 
 
 def _is_for_gpu(v: Tensor) -> bool:
-    """Whether kernels for a GPU are for v."""
+    """Whether v can go through the kernels for GPUs."""
     return v.device.type == "cuda" and v.dtype == torch.float32 and v.numel() > 0
 
 
 def _runs(kernel: Callable[..., None], v: Tensor, *others: Tensor | None) -> bool:
     """Run a kernel on blocks of vectors, if there is one for them, and Triton can compile it here."""
-    if not _is_for_gpu(v) or not WORKS.get(kernel, True):
+    whole = all(each is None or each.is_contiguous() for each in (v, *others))
+    if not _is_for_gpu(v) or not whole or not WORKS.get((kernel, v.device), True):
         return False
     try:
         _launch(kernel, v, *others)
     except Exception:
-        if kernel in WORKS:
+        if (kernel, v.device) in WORKS:
             raise
-        WORKS[kernel] = False
-    return WORKS.setdefault(kernel, True)
+        WORKS[kernel, v.device] = False
+    return WORKS.setdefault((kernel, v.device), True)
 
 
 def _launch(kernel: Callable[..., None], v: Tensor, *others: Tensor | None) -> None:

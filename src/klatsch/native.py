@@ -36,7 +36,7 @@ FLAGS = ("-std=c11", "-O3", "-march=native", "-ffp-contract=fast", "-fPIC", "-sh
 
 COUNT, ADDRESS = ctypes.c_int64, ctypes.c_void_p
 NUMBERS = "rounds nodes columns dim rank registers buffers scratch_rows operations coefs query gradient before period"
-POINTERS = "H rows mult noise sigma coef op first neighbour weight buffer_of turn buffer"
+POINTERS = "H rows mult noise sigma drawn coef op first neighbour weight buffer_of turn buffer"
 
 
 MOST_SHARED = 8  # the number of CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -50,7 +50,8 @@ USUAL = {MMAP_MAX: 1 << 16, MMAP_THRESHOLD: 1 << 25, TRIM_THRESHOLD: 1 << 26}  #
 class Job(ctypes.Structure):
     """The struct `job` of rounds.c."""
 
-    _fields_ = [(name, COUNT) for name in f"{NUMBERS} first_phase".split()] + [(p, ADDRESS) for p in POINTERS.split()]
+    _fields_ = [(n, COUNT) for n in f"{NUMBERS} first_phase samples batch".split()]
+    _fields_ += [(p, ADDRESS) for p in POINTERS.split()]
 
 
 @functools.cache
@@ -221,12 +222,19 @@ def shared_memory(device: torch.device) -> int:
     return int(getattr(facts, "shared_memory_per_block_optin", 0))  # which the oldest torch does not tell
 
 
-@functools.cache
 def gpu_kernel(source: str, name: str, device: torch.device) -> Callable[..., None]:
     """A CUDA kernel, built by the compiler that comes with torch; an OSError with the reason if that cannot be.
 
     It is called with blocks, threads and bytes of shared memory, and then with tensors and whole numbers of 64 bits.
     """
+    try:
+        return _gpu_kernel(source, name, torch.cuda.current_device() if device.index is None else device.index)
+    except AttributeError as error:  # another compiler or driver than we know
+        raise OSError(str(error)) from None
+
+
+@functools.cache
+def _gpu_kernel(source: str, name: str, device: int) -> Callable[..., None]:
     if torch.version.cuda is None:
         raise OSError("there is no CUDA compiler")
     beside = Path(torch.__file__).with_name("lib") / "libcaffe2_nvrtc.so"

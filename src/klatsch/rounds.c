@@ -34,20 +34,24 @@ typedef struct { int32_t kind, level, out, inputs, in[MAX_INPUTS], coef[MAX_INPU
 #define job NAME(job)
 #define vec NAME(vec)     /* a vector in a register */
 #define loose NAME(loose) /* a vector in memory, at any address */
+#define bits NAME(bits)   /* the same as whole numbers */
 #define V ((int64_t)(BYTES / sizeof(T)))
 #define GET(p) (*(const loose *)(p))
 #define PUT(p) (*(loose *)(p))
 #define TILES(n) TILE(n, 1) TILE(n, 2) TILE(n, 3) TILE(n, 4)
-#define TILE(n, m) case 8 * n + m: NAME(tile)(n, m, d, x + c * d, H + j, extras, \
-                                   mult + c * extras, extra + j, pad, out + c * d + j); break;
+#define TILE(n, m) case 8 * n + m: NAME(tile)(n, m, depth, x + c * depth, H + j, ldh, extras, \
+                                   mult + c * extras, extra + j, pad, width, out + c * width + j); break;
 #define LIN_CASE(k) case k: NAME(lin_of)(k, n, in, coef, out); break;
 
 #define T float
+#define BITS int32_t
 #define NAME(x) x##_f32
 #include __FILE__
 #undef T
+#undef BITS
 #undef NAME
 #define T double
+#define BITS int64_t
 #define NAME(x) x##_f64
 #include __FILE__
 
@@ -55,6 +59,7 @@ typedef struct { int32_t kind, level, out, inputs, in[MAX_INPUTS], coef[MAX_INPU
 
 typedef T vec __attribute__((vector_size(BYTES)));
 typedef T loose __attribute__((vector_size(BYTES), aligned(sizeof(T)), may_alias));
+typedef BITS bits __attribute__((vector_size(BYTES)));
 
 typedef struct {
     int64_t rounds, nodes, columns, dim, rank;  /* rank: R, how many rows (may be 0) */
@@ -62,9 +67,11 @@ typedef struct {
     int64_t query, gradient;        /* registers: where the gradient is taken, where it goes */
     int64_t before;                 /* operations that come before the gradient, LINs of level 0 */
     int64_t period, first_phase;
-    const T *H;                     /* (M, d, d) symmetric, and BYTES readable bytes behind it */
+    int64_t samples, batch;         /* of logistic regression, of a node; 0 where gradients are quadratic */
+    const T *H;                     /* (M, d, d) symmetric, and BYTES readable bytes behind it; or (M, samples, d) */
     const T *rows, *mult;           /* (M, R, d), (C, R) */
-    const T *noise, *sigma;         /* (rounds, M, d) or NULL, (C) */
+    const T *noise, *sigma;         /* (rounds, M, d) or NULL, (C); sigma is l2 in logistic regression */
+    const int64_t *drawn;           /* (rounds, M, batch) numbers of samples, or NULL */
     const T *coef;                  /* (rounds, coefs, C) */
     const operation *op;            /* sorted by level */
     const int32_t *first, *neighbour; /* CSR, per phase: (period, M + 1), counting through */
@@ -87,22 +94,22 @@ INLINE void NAME(multiply)(vec acc[COLS][4], const int nc, const int nv, int64_t
     }
 }
 
-INLINE void NAME(tile)(const int nc, const int nv, int64_t d, const T *x, const T *H,
-                       int64_t extras, const T *mult, const T *extra, int64_t pad, T *out) {
+INLINE void NAME(tile)(const int nc, const int nv, int64_t depth, const T *x, const T *H, int64_t ldh, int64_t extras,
+                       const T *mult, const T *extra, int64_t pad, int64_t width, T *out) {
     vec acc[COLS][4] = {0};
-    NAME(multiply)(acc, nc, nv, d, x, d, H, d);
+    NAME(multiply)(acc, nc, nv, depth, x, depth, H, ldh);
     NAME(multiply)(acc, nc, nv, extras, mult, extras, extra, pad);
     for (int c = 0; c < nc; c++)
-        for (int v = 0; v < nv; v++) PUT(out + c * d + v * V) = acc[c][v];
+        for (int v = 0; v < nv; v++) PUT(out + c * width + v * V) = acc[c][v];
 }
 
-/* out(C, d) = x(C, d) @ H + mult(C, extras) @ extra(extras, pad).  The last vector of a row
+/* out(C, width) = x(C, depth) @ H + mult(C, extras) @ extra(extras, pad).  The last vector of a row
  * reaches over its end: it reads lanes of whatever follows and writes them into the start of
  * the next column.  Going through the columns upwards and through the vectors of a column
  * downwards, these lanes are overwritten by the right ones later (out has BYTES to spare). */
-static void NAME(gradient)(int64_t C, int64_t d, const T *x, const T *H, int64_t extras,
-                           const T *mult, const T *extra, int64_t pad, T *out) {
-    const int64_t vectors = (d + V - 1) / V, panels = (vectors + VECS - 1) / VECS;
+static void NAME(product)(int64_t C, int64_t depth, int64_t width, const T *x, const T *H, int64_t ldh, int64_t extras,
+                          const T *mult, const T *extra, int64_t pad, T *out) {
+    const int64_t vectors = (width + V - 1) / V, panels = (vectors + VECS - 1) / VECS;
     const int64_t groups = (C + COLS - 1) / COLS;
     for (int64_t g = 0; g < groups; g++) {
         const int64_t c = g * C / groups, nc = (g + 1) * C / groups - c;
@@ -111,6 +118,37 @@ static void NAME(gradient)(int64_t C, int64_t d, const T *x, const T *H, int64_t
             switch (8 * nc + nv) { TILES(1) TILES(2) TILES(3) TILES(4) TILES(5) TILES(6) }
         }
     }
+}
+
+/* 1 / (1 + exp(z)), to rounding: exp(z) = 2^k exp(r) with |r| < 0.35, by its power series. */
+INLINE vec NAME(doubt)(vec z) {
+    const int single = sizeof(T) == 4, places = single ? 23 : 52;
+    const vec most = (vec){0} + (T)(single ? 80 : 700), whole = (vec){0} + (T)(single ? 0x1.8p23 : 0x1.8p52);
+    const bits above = z > most, below = z < -most;
+    z = (vec)(((bits)z & ~above & ~below) | ((bits)most & above) | ((bits)-most & below));
+    const vec shifted = z * (T)0x1.71547652b82fep0 + whole, k = shifted - whole; /* rounds z / log 2 */
+    const vec r = z - k * (T)(single ? 0x1.62e4p-1 : 0x1.62e42fefa38p-1) - k * (T)(single ? 0x1.7f7d1cp-20 : 0x1.ef35793c7673p-45);
+    vec sum = (vec){0} + 1;
+    for (int n = single ? 8 : 14; n > 0; n--) sum = sum * r * ((T)1 / n) + 1;
+    const bits power = ((bits)shifted - (bits)whole + (single ? 127 : 1023)) << places;
+    return 1 / (1 + sum * (vec)power);
+}
+
+/* Gradients (C, d) of logistic regression at x: l2 x - a(B, d)' / (1 + exp(a x)) / B, of the samples drawn.  `room` is
+ * for the samples, for the same column by column, and for a number of each sample and column. */
+static void NAME(slope)(const job *q, int64_t i, const int64_t *drawn, const T *x, T *room, T *out) {
+    const int64_t C = q->columns, d = q->dim, B = q->batch, pad = (d + V - 1) / V * V, wide = (B + V - 1) / V * V;
+    T *const rows = room, *const turned = rows + B * pad, *const wrong = turned + d * wide;
+    for (int64_t b = 0; b < B; b++) {
+        const T *const sample = q->H + (i * q->samples + drawn[b]) * d;
+        memcpy(rows + b * pad, sample, d * sizeof(T));
+        for (int64_t k = 0; k < d; k++) turned[k * wide + b] = sample[k];
+    }
+    NAME(product)(C, d, B, x, turned, wide, 0, NULL, NULL, 0, wrong);
+    for (int64_t e = 0; e < C * B; e += V) PUT(wrong + e) = NAME(doubt)(GET(wrong + e)) * ((T)-1 / B);
+    NAME(product)(C, B, d, wrong, rows, pad, 0, NULL, NULL, 0, out);
+    for (int64_t c = 0; c < C; c++)
+        for (int64_t k = 0; k < d; k++) out[c * d + k] += q->sigma[c] * x[c * d + k];
 }
 
 /* Both kinds of operation work on a row of n = C*d numbers, each number on its own (so that a
@@ -197,13 +235,14 @@ int NAME(klatsch_rounds)(const job *q) {
     if (q->registers > MAX_REGISTERS || q->buffers > MAX_REGISTERS) return -1;
 
     /* One piece of memory: scratch rows (one more than asked for, and V numbers to spare after
-     * each, see gradient), spread coefficients, rows and noise of a node, their multipliers. */
+     * each, see product), spread coefficients, rows and noise of a node, their multipliers, or what a slope needs. */
     const int64_t pad = (d + V - 1) / V * V, wide = (n + V - 1) / V * V + V;
-    const int64_t total = (q->scratch_rows + 1) * wide + q->coefs * n + extras * (pad + C);
+    const int64_t slope = q->batch * (pad + d + C + 1) + d * V + V;
+    const int64_t total = (q->scratch_rows + 1) * wide + q->coefs * n + extras * (pad + C) + slope;
     T *const scratch = aligned_alloc(BYTES, (total + V) / V * BYTES);
     if (!scratch) return -1;
     T *const spread = scratch + (q->scratch_rows + 1) * wide;
-    T *const extra = spread + q->coefs * n, *const mult = extra + extras * pad;
+    T *const extra = spread + q->coefs * n, *const mult = extra + extras * pad, *const room = mult + extras * C;
     memset(scratch, 0, total * sizeof(T));
     for (int64_t c = 0; c < C; c++) {
         for (int64_t r = 0; r < R; r++) mult[c * extras + r] = q->mult[c * R + r];
@@ -234,8 +273,9 @@ int NAME(klatsch_rounds)(const job *q) {
                         memcpy(extra + r * pad, q->rows + (i * R + r) * d, d * sizeof(T));
                     if (q->noise)
                         memcpy(extra + R * pad, q->noise + (t * M + i) * d, d * sizeof(T));
-                    NAME(gradient)(C, d, base[q->query] + i * step[q->query], q->H + i * d * d,
-                                   extras, mult, extra, pad, into);
+                    const T *const x = base[q->query] + i * step[q->query];
+                    if (q->batch) NAME(slope)(q, i, q->drawn + (t * M + i) * q->batch, x, room, into);
+                    else NAME(product)(C, d, d, x, q->H + i * d * d, d, extras, mult, extra, pad, into);
                     if (into != out) memcpy(out, into, n * sizeof(T));
                 }
                 NAME(operate)(q, level == 0 ? o + q->before : o, next, i, base, step, first, spread);

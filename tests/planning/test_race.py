@@ -368,6 +368,26 @@ def test_what_had_no_time_is_said(looked_at):
 
 
 @pytest.mark.slow
+def test_time_that_is_left_is_for_what_was_put_off(looked_at):
+    _, found = looked_at(240.0)
+    assert found.untried == ()
+    assert found.stopped
+
+
+def test_what_was_put_off_begins_with_what_was_not_tried():
+    """What was interrupted comes last; if all were tried, those go on that were given up early."""
+    tried, early, late, hopeless = (
+        race.Runner(Way(2, "dsgd", "ring", every), None, each, [0.1], [*steps], np.full((len(steps), 1), 0.5))
+        for every, each, steps in ((1, 0.1, (16, 64, 256)), (4, 0.1, (16, 64)), (16, 0.1, ()), (64, 1e9, (16, 64)))
+    )
+    arrived = race.Runner(Way(1), None, 0.1, [0.1], [160, 2000], np.array([[0.5], [0.01]]))
+    other = race.Runner(Way(4), None, 0.1, [0.1])
+    runners = [arrived, tried, early, late, hopeless, other]
+    assert race._put_off(runners, 0.1) == ([other, late], race.FIRST)
+    assert race._put_off([*runners[:3], hopeless], 0.1) == ([early], race.FIRST * race.LONGER)
+
+
+@pytest.mark.slow
 def test_no_time_ends_a_race_that_has_enough(looked_at):
     _, found = looked_at(1e5)
     assert not found.stopped

@@ -79,9 +79,12 @@ def test_the_seconds_of_a_round():
 # --- which have a chance --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("params, wires", [(10, {"float32"}), (10_000_000, {"int4"})])
+@pytest.mark.parametrize("params, wires", [(10, {"float32"}), (100_000, {"int8"}), (10_000_000, {"int4"})])
 def test_fewer_bytes_only_where_a_round_is_faster(params, wires):
-    """All else as it is: with 10 parameters a message takes its latency, with 10 million its bytes."""
+    """All else as it is: with 10 parameters a message takes its latency, with 10 million its bytes.
+
+    With 100,000 most of what int4 could save has been saved by int8.
+    """
     found, _ = found_by(FAR, params=params)
     assert {way.wire for way in found if not way.reduces} == wires
     for way, each in found.items():
@@ -90,6 +93,12 @@ def test_fewer_bytes_only_where_a_round_is_faster(params, wires):
             assert not way.reduces
             plain = way._replace(wire="float32", late=0)
             assert round_seconds(FAR, way._replace(late=0), params) < FASTER * round_seconds(FAR, plain, params)
+
+
+@pytest.mark.slow
+def test_no_encoding_with_which_a_rule_needs_more_rounds():
+    found, _ = found_by(FAR, 8, 10_000_000)
+    assert {way.wire for way in found if way.kind == "kgt"} == {"int8"}
 
 
 @pytest.mark.slow
@@ -116,24 +125,21 @@ def test_longer_silence_only_where_messages_cost_time():
     assert all(each <= HARDLY * alone for each in found.values())
     found, alone = found_by(FAR)
     assert max(way.every for way in found) > 1
-    for (kind, graph), mine in silences(found).items():
-        assert min(mine) == KINDS[kind].least or round_seconds(FAR, Way(4, kind, graph), 100_000) > 4 * alone
+    for (kind, _), mine in silences(found).items():
+        assert min(mine) == KINDS[kind].least
         assert sorted(mine) == [H for H in BETWEEN if min(mine) <= H <= max(mine)]
         assert all(mine[H] > HARDLY * alone for H in sorted(mine)[:-1])
 
 
-def test_what_cannot_be_faster_is_left_out_but_an_all_reduce_is_not():
-    """The fastest of each rule stays, to compare."""
+def test_gossip_that_cannot_be_faster_is_left_out_but_an_all_reduce_is_not():
     slow = Clock(1e-4, Links(1e6, 0.5))
     found, alone = found_by(slow, params=1_000_000)
     assert {way.graph for way in found} == {ALL_REDUCE}
     assert all(each > 4 * alone for each in found.values())
-    kinds = {name for name, kind in KINDS.items() if ALL_REDUCE in kind.graphs}
-    assert {(way.kind, way.every) for way in found} == {(name, BETWEEN[-1]) for name in kinds}
+    assert {way.kind for way in found} == {name for name, kind in KINDS.items() if ALL_REDUCE in kind.graphs}
     for clock in (FAR, NEAR):
         found, alone = found_by(clock)
-        assert any(way.reduces for way in found)
-        assert all(each < 4 * alone for each in found.values())
+        assert all(way.reduces or each < 4 * alone for way, each in found.items())
 
 
 @pytest.mark.parametrize("machines", [2, 4, 8])

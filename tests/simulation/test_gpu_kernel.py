@@ -1,5 +1,7 @@
 """The kernel that runs many rounds on a GPU computes what plain operations do: there, and its source on a CPU."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -81,6 +83,14 @@ def test_networks_of_a_stack_have_their_own_graphs_and_learning_rates(device):
             )
             for one, other in zip(plain, fast, strict=True):
                 torch.testing.assert_close(other.output, one.output, rtol=1e-12, atol=1e-12)
+
+
+def test_long_runs_on_a_gpu_take_the_kernel(imitated, monkeypatch):
+    monkeypatch.setattr(fused.FusedStack, "place", "elsewhere")
+    run = partial(klatsch.simulate, problems.LeastSquares(2, dim=2), rules.make("dsgd", 0.01), tp.ring(2))
+    monkeypatch.setattr(fused.KernelStack, "pays_from", 30)
+    engines = [run(steps, [steps], progress=False).engine for steps in (29, 30)]
+    assert engines == ["torch", "cuda kernel"]
 
 
 def test_what_does_not_fit_or_is_no_linear_rule_is_refused_with_the_reason(imitated, monkeypatch):

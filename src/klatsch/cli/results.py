@@ -255,7 +255,7 @@ def _print_runs(store: Store, runs: Runs, metric: str | None) -> None:
 def print_rows(
     rows: Sequence[Row], left_out: Sequence[LeftOut], title: str, device: str = "cpu", clocked: bool = False
 ) -> None:
-    """Print one line per row, then notes; with seconds where there is a clock, and bytes there and where they differ."""
+    """Print one line per row, then notes; with a clock also seconds and bytes, which are there if channels differ."""
     from klatsch import native
 
     lines, counts = _lines(rows, clocked), sorted({len(row.curves) for row in rows})

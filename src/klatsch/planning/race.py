@@ -51,7 +51,7 @@ LEAST_SHARE = 0.1  # of a machine's worth that each one must bring
 LATE = 0.7  # of the rounds of one machine; what it has after these is the target, if none is given
 ALONE = 0.5  # of the time, in which one machine must have done its first rounds
 RACING = 0.8  # of the time; the rest is for the winners
-LEFT = 0.02  # of the time, in which one may begin with others
+LEFT = 0.02  # of the time: with less left, nothing new begins
 PATIENCE, MOST = 4_000, 60_000  # rounds after which something must be heading for the target, and all end
 AROUND = 1  # points on each side with which an error is averaged: a dip by chance is not there to stay
 ROUNDING = 1e-6  # by which an error may be below 0
@@ -366,10 +366,17 @@ def _run_on(task: Task, runners: Sequence[Runner], target: float, timer: Timer) 
             if rounds > FIRST:
                 break
         racing, rounds = still_racing(racing, runners, target, rounds, not in_time), rounds * LONGER
-        waiting = [runner for runner in runners if not runner.steps]
-        if waiting and not racing and RACING - timer.share > LEFT:
-            rounds, racing, trying = FIRST, waiting, (timer.share + RACING) / 2
+        if not racing and not in_time and RACING - timer.share > LEFT:
+            (racing, rounds), trying = _put_off(runners, target), (timer.share + RACING) / 2
     return in_time
+
+
+def _put_off(runners: Sequence[Runner], target: float) -> tuple[list[Runner], int]:
+    """What was not tried, or else what was given up early, to be first in time; and for how many rounds."""
+    if untried := [runner for runner in runners if not runner.steps]:
+        return [*untried[1:], untried[0]], FIRST  # the first one was interrupted
+    early = [runner for runner in runners if runner.steps[-1] == FIRST]
+    return still_racing(early, runners, target, FIRST), FIRST * LONGER
 
 
 def still_racing(

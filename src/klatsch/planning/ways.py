@@ -35,24 +35,24 @@ class Kind(NamedTuple):
     graphs: dict[str, int]  # with the fewest machines for which they differ from others
     rates: str  # the kind whose learning rates with one machine it begins with
     least: int = 1  # the smallest H
+    wires: tuple[str, ...] = ("int8", "int4")  # with which it needs as many rounds as with float32
 
 
 MOMENTUM: dict[str, Given] = {"momentum": 0.9}
 AVERAGE: dict[str, Given] = {"beta": 0.9}
 # With an all-reduce in every round, momentum is that of the whole network without being sent. D2 needs one symmetric
-# matrix. `topk` does not race: int4 in every 64th round sends a third of the bytes of topk(0.01) in every round, and
-# neighbours know all numbers sooner.
+# matrix. `topk` does not race: int4 in every 64th round sends a quarter of the bytes of topk(0.01) in every round,
+# and neighbours know all numbers sooner.
 KINDS = {
     "dsgd": Kind("dsgd", {}, {"ring": 2, ALL_REDUCE: 2}, "dsgd"),
     "momentum": Kind("dsgd", MOMENTUM, {ALL_REDUCE: 2}, "momentum"),
     "shared-momentum": Kind("dsgd", MOMENTUM | {"shared": True}, {"one_peer_exponential": 4}, "momentum"),
     "qg": Kind("qg", {}, {"one_peer_exponential": 4}, "momentum"),
     "diloco": Kind("diloco", {}, {ALL_REDUCE: 2}, "momentum", 16),
-    "kgt": Kind("kgt", {}, {"hypercube": 8}, "dsgd", 4),
+    "kgt": Kind("kgt", {}, {"hypercube": 8}, "dsgd", 4, ("int8",)),
     "dat": Kind("dat", AVERAGE, {"ring": 2, "one_peer_exponential": 4, "exponential": 8, ALL_REDUCE: 2}, "dat"),
     "dat-d2": Kind("dat-d2", AVERAGE, {"ring": 2, "hypercube": 8}, "dat"),
 }
-SMALLER = ("int8", "int4")  # which need as many rounds as float32, to a few percent
 BETWEEN = (1, 4, 16, 64)  # H, rounds between two with gossip
 STEADY = (128, 384)  # between these rounds of the clock a round takes as long as any
 FASTER = 0.9  # of a round's time: what an option of a channel must save
@@ -150,12 +150,11 @@ def ways_of(clock: Clock, machines: int, params: int, alone: float) -> dict[Way,
     """All ways with some machines that have a chance, with the seconds of a round.
 
     Messages are small or late only where that makes a round faster, and H grows only until messages hardly cost time.
-    M machines need at least an M-th of the rounds of one, so what takes M times as long for a round as one machine,
-    `alone`, has no chance; only each rule's fastest all-reduce stays, to compare. Graphs whose links the network does not have
-    are left out.
+    M machines need at least an M-th of the rounds of one, so gossip whose rounds take M times as long as those of one
+    machine, `alone`, has no chance. Graphs whose links the network does not have are left out.
     """
     seconds_of: dict[Way, float] = {}
-    for kind, (_, _, graphs, _, least) in KINDS.items():
+    for kind, (_, _, graphs, _, least, wires) in KINDS.items():
         for graph in [name for name, fewest in graphs.items() if machines >= fewest]:
             for H in BETWEEN:
                 way = Way(machines, kind, graph, H)
@@ -166,7 +165,7 @@ def ways_of(clock: Clock, machines: int, params: int, alone: float) -> dict[Way,
                     break
                 variants = {way: seconds}
                 if not way.reduces and seconds > HARDLY * alone:
-                    for small in (way._replace(wire=wire) for wire in SMALLER):
+                    for small in (way._replace(wire=wire) for wire in wires):
                         if (faster := round_seconds(clock, small, params)) < FASTER * seconds:
                             way, seconds, variants = small, faster, {small: faster}
                     hidden = way._replace(late=H - 1)
@@ -178,8 +177,7 @@ def ways_of(clock: Clock, machines: int, params: int, alone: float) -> dict[Way,
                     break
     if not seconds_of:
         raise missing
-    fastest = {w.kind: w for w in sorted(seconds_of, key=seconds_of.__getitem__, reverse=True) if w.reduces}
-    return {w: each for w, each in seconds_of.items() if each < machines * alone or w == fastest.get(w.kind)}
+    return {way: each for way, each in seconds_of.items() if way.reduces or each < machines * alone}
 
 
 def problem_of(text: str, nodes: int | None = None, /, **options: Any) -> Problem:

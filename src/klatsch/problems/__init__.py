@@ -13,7 +13,7 @@ import torch
 from klatsch.arguments import check_options, named
 from klatsch.columns import WeightMatrix
 from klatsch.own import explained, is_own, label
-from klatsch.problems.base import Headline, Problem, Quadratic, checked, shapes
+from klatsch.problems.base import Headline, Logistic, Problem, Quadratic, checked, shapes
 from klatsch.problems.classification import FashionMNIST, ImageClassification
 from klatsch.problems.fashion_mnist import Images
 from klatsch.problems.least_squares import LeastSquares
@@ -24,8 +24,9 @@ from klatsch.problems.stacks import lenet
 from klatsch.problems.supervised import Supervised, of_any
 
 __all__ = ["PROBLEMS", "FashionMNIST", "Headline", "ImageClassification", "Images", "Language", "LeastSquares"]
-__all__ += ["LogisticRegression", "Problem", "Quadratic", "Supervised", "WeightMatrix", "check", "check_headline"]
-__all__ += ["checked", "declared", "dirichlet", "kind", "lenet", "make", "of_any", "options", "shapes"]
+__all__ += ["Logistic", "LogisticRegression", "Problem", "Quadratic", "Supervised", "WeightMatrix", "check"]
+__all__ += ["check_headline", "checked", "declared", "dirichlet", "kind", "lenet", "make", "of_any", "options"]
+__all__ += ["shapes"]
 
 PROBLEMS: dict[str, Callable[..., Problem]] = {
     "least-squares": LeastSquares,

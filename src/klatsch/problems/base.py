@@ -43,6 +43,14 @@ class Quadratic(NamedTuple):
     noise: Tensor  # (C,)
 
 
+class Logistic(NamedTuple):
+    """Gradients g = l2 x - mean_b a_b / (1 + exp(x'a_b)) of samples a_b, drawn by number: it understands these, too."""
+
+    samples: Tensor  # (M, n, d)
+    l2: float
+    batch: int
+
+
 class Problem(ABC):
     """A stochastic problem spread over nodes: what it must have, and what it may have, with defaults.
 
@@ -146,6 +154,10 @@ class Problem(ABC):
 
     def quadratic(self) -> Quadratic | None:
         """The parts of the gradient, for the fused engine; None if it cannot use them."""
+        return None
+
+    def logistic(self) -> Logistic | None:
+        """The same, where the gradient is that of logistic regression."""
         return None
 
     def __repr__(self) -> str:

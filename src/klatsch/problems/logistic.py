@@ -139,6 +139,11 @@ class LogisticRegression(core.Convex):
             samples = samples.gather(1, drawn[:, :, None].expand(-1, -1, self.dim))
         return self._slope(x, samples)
 
+    def logistic(self) -> core.Logistic | None:
+        """The parts of the gradient, for the fused engine; None in a subclass that changes the gradient."""
+        same = type(self).gradient is LogisticRegression.gradient and type(self).draw is LogisticRegression.draw
+        return core.Logistic(self._signed, self.l2, self.batch) if same else None
+
     def _slope(self, x: Tensor, samples: Tensor) -> Tensor:
         wrong = torch.sigmoid(-(x @ samples.mT))  # (..., C, n): how wrong the model is on each sample
         return self.l2 * x - wrong @ samples / samples.shape[-2]

@@ -1,4 +1,4 @@
-"""Rounds in native code: a linear rule on a quadratic problem, many rounds per call, a block of columns per thread.
+"""Rounds in native code: a linear rule on least squares or logistic regression, many per call, with blocks of columns.
 
 Most rules are linear in their vectors: the new state combines old fields, the gradient and flows, with coefficients
 that depend only on round and column. The kernel keeps a block of columns in the cache for all rounds of a call,
@@ -26,6 +26,7 @@ from torch import Tensor
 import klatsch.columns as cols
 from klatsch import native
 from klatsch.columns import Number
+from klatsch.problems import Logistic, Quadratic
 from klatsch.rules import Flow, Rule, State
 from klatsch.rules.base import Silent
 from klatsch.simulation.stack import Prepared, Stack
@@ -175,7 +176,9 @@ class LinearStack(Stack):
         super().__init__(parts)
         if self.device.type != self.place:
             raise ValueError(f"it runs on {self.place} only")
-        if (quadratic := self.problem.quadratic()) is None or not self.problem.draws_ahead:
+        self.logistic = self.problem.logistic() if self.place == "cpu" else None
+        quadratic = self.problem.quadratic() if self.logistic is None else self._as_quadratic(self.logistic)
+        if quadratic is None or not self.problem.draws_ahead:
             raise ValueError(f"the gradients of {type(self.problem).__name__} are not those of a quadratic problem")
         self.quadratic = quadratic
         for topology in self.topologies:
@@ -194,6 +197,11 @@ class LinearStack(Stack):
         if any(v.shape != first.shape for v in more):
             raise NotTraceableError("the fields of the state differ in shape")
         self._linear = self._trace(0, 2)
+
+    def _as_quadratic(self, logistic: Logistic) -> Quadratic:
+        """What stands where in the kernel: samples for H, l2 for the noise, and no rows."""
+        samples = logistic.samples
+        return Quadratic(samples, samples[:, :0], samples.new_empty(1, 0), samples.new_full((1,), logistic.l2))
 
     def _traced(self, done: int, rounds: int) -> LinearRule:
         """The rule with coefficients for some rounds, two or more; refuse one that takes other steps than before."""
@@ -236,10 +244,11 @@ class FusedStack(LinearStack):
         shared = {"H": H, "rows": quadratic.rows.numpy(), **_links(topology, self.rates.dtype)}
         scale, noise = quadratic.scale.expand(self.columns, -1), quadratic.noise.expand(self.columns)
         threads, self._blocks = torch.get_num_threads(), list[ColumnBlock]()
-        for part in column_blocks(self.columns, nodes, dim, size, threads):
+        data = H.nbytes if self.logistic is None else nodes * self.logistic.batch * dim * size  # read in a round
+        for part in column_blocks(self.columns, nodes, dim, size, threads, data):
             own = {"mult": scale[part].contiguous().numpy(), "sigma": noise[part].contiguous().numpy()}
             shape = nodes, part.stop - part.start, dim
-            self._blocks.append(ColumnBlock(kernel, linear, shape, shared | own, part, topology.period))
+            self._blocks.append(ColumnBlock(kernel, linear, shape, shared | own, part, topology.period, self.logistic))
         self._pool = native.quiet_threads(max(1, min(len(self._blocks), threads)))
         self._drawer = native.quiet_threads(1)
 
@@ -283,6 +292,7 @@ class KernelStack(LinearStack):
     """
 
     name, place, apart = "cuda kernel", "cuda", True
+    pays_from = 10_000  # the compiler takes half a second
 
     def __init__(self, parts: Prepared) -> None:
         super().__init__(parts)
@@ -354,7 +364,14 @@ class ColumnBlock:
     """A block of columns: its buffers and its kernel job."""
 
     def __init__(
-        self, kernel: Kernel, rule: LinearRule, shape: Sequence[int], arrays: dict[str, Array], part: slice, period: int
+        self,
+        kernel: Kernel,
+        rule: LinearRule,
+        shape: Sequence[int],
+        arrays: dict[str, Array],
+        part: slice,
+        period: int,
+        logistic: Logistic | None,
     ) -> None:
         self.kernel, self.part, self.fields, self.period = kernel, part, rule.fields, period
         buffer_of, turn, buffers, scratch_rows = assigned(rule)
@@ -366,10 +383,12 @@ class ColumnBlock:
         sizes |= {"buffers": buffers, "scratch_rows": scratch_rows, "registers": len(rule.level), "period": period}
         sizes |= {"operations": len(rule.operations), "coefs": len(rule.coefficients)}
         sizes |= {"query": rule.query, "before": rule.before, "gradient": rule.gradient}
+        if logistic is not None:
+            sizes |= {"samples": logistic.samples.shape[1], "batch": logistic.batch}
         self._job = native.Job(**sizes, **{name: array.ctypes.data for name, array in self._arrays.items()})
 
     def run(self, table: Array, drawn: Array, done: int, links: dict[str, Array] | None = None) -> None:
-        """Run the rounds after `done`; `table` is (rounds, coefficients, all columns), `drawn` is (rounds, M, d).
+        """Run the rounds after `done`; `table` is (rounds, coefficients, all columns), `drawn` is (rounds, M, ...).
 
         `links` are those of these rounds, if they do not repeat.
         """
@@ -379,7 +398,8 @@ class ColumnBlock:
         if links is not None:
             job.period, job.first_phase = len(own), 0
             job.first, job.neighbour, job.weight = (v.ctypes.data for v in links.values())
-        job.coef, job.noise = own.ctypes.data, drawn.ctypes.data
+        job.coef = own.ctypes.data
+        setattr(job, "drawn" if job.batch else "noise", drawn.ctypes.data)
         if self.kernel(ctypes.byref(job)):
             raise MemoryError("not enough memory for a simulation of this size; choose fewer nodes or columns")
 
@@ -389,13 +409,14 @@ class ColumnBlock:
         return [where[int(address)] for address in self._table[: self.fields]]
 
 
-def column_blocks(columns: int, nodes: int, dim: int, bytes_each: int, threads: int) -> list[slice]:
+def column_blocks(columns: int, nodes: int, dim: int, bytes_each: int, threads: int, data: int) -> list[slice]:
     """Columns in blocks that stay in the cache for all rounds, at least one per thread.
 
-    Every round reads H. If it fits in a core's cache, a block takes what is left of the cache; if not, wide blocks
-    spread the cost of reading it. Multiples of 8 columns fill the vectors best; the optimum is flat.
+    Every round reads H, or some samples: so many bytes of data. If they fit in a core's cache, a block takes what is
+    left of the cache; if not, wide blocks spread the cost of reading them. Multiples of 8 columns fill the vectors
+    best; the optimum is flat.
     """
-    left = CACHE - nodes * dim * dim * bytes_each
+    left = CACHE - data
     width = min(16, max(8, left // (4 * nodes * dim * bytes_each) // 4 * 4)) if left > 0 else 40
     count = -(-columns // width)
     count = min(columns, -(-count // threads) * threads)

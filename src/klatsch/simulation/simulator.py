@@ -333,13 +333,17 @@ def _fastest(engine: str, parts: Prepared) -> Stack:
         if engine not in ("auto", "torch"):
             raise ValueError(f"engine = {engine!r} cannot run meets = {parts.meets!r}; use engine='auto'")
         return (PairwiseStack if parts.meets.startswith("pairwise") else StaleStack)(parts)
+    surprise = ""
     for kind in (FusedStack, KernelStack, GraphStack):
-        if engine == kind.name or (engine == "auto" and parts.rates.device.type == kind.place):
+        pays = engine == "auto" and parts.rates.device.type == kind.place and parts.rates.steps >= kind.pays_from
+        if engine == kind.name or pays:
             try:
                 return kind(parts)
             except (ValueError, OSError, RuntimeError, NotTraceableError) as reason:
                 if engine == kind.name:
                     raise ValueError(f"engine = {engine!r} cannot run this: {reason}; use engine='auto'") from None
-                if isinstance(reason, NotAlikeError):  # others, such as push-sum, are no surprise
-                    warnings.warn(f"it runs with plain operations: {reason}", RuntimeWarning, stacklevel=5)
+                if isinstance(reason, NotAlikeError):  # others, such as push-sum, are none
+                    surprise = str(reason)
+    if surprise:
+        warnings.warn(f"it runs with plain operations: {surprise}", RuntimeWarning, stacklevel=5)
     return Stack(parts)

@@ -135,6 +135,7 @@ class Stack:
 
     name: ClassVar[str] = "torch"
     place: ClassVar[str] = ""  # the device where it is the fastest
+    pays_from: ClassVar[int] = 0  # rounds
 
     def __init__(self, parts: Prepared) -> None:
         self.parts, self.problem, self.networks, self.rates = parts, parts.problem, parts.networks, parts.rates
