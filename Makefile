@@ -7,8 +7,9 @@ BIN := .venv/bin
 BASE := .venv/.base
 STAMP := .venv/.complete
 
-# Tests run on all cores, up to eight.
-JOBS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 8 ? n : 8)))
+# Tests run on all cores, up to eight, and one more: some wait for a timeout.
+JOBS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 8 ? n + 1 : 8)))
+unexport PYTHONDONTWRITEBYTECODE  # or every process compiles all modules again
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup
 
 .PHONY: quick test soak again demo lint format bench bench-ranks docs release clean
