@@ -115,9 +115,7 @@ def table() -> None:
 
 
 def logistic() -> None:
-    print(
-        "\nlogistic regression, 20 parameters, ring, DAT, float32: microseconds of a round, and their ratio"
-    )
+    print("\nlogistic regression, 20 parameters, ring, DAT, float32: microseconds of a round, and their ratio")
     print(f"{'M':>5}{'batch':>7}{'C':>5}{'torch':>10}{'fused':>9}{'ratio':>22}")
     for M, batch, C in ((8, 1, 7), (8, 16, 7), (16, 1, 28), (16, 16, 28), (64, 1, 28), (64, 16, 28), (16, 16, 168)):
         problem, graph = problems.LogisticRegression(M, batch=batch), topology.ring(M)

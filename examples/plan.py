@@ -6,7 +6,7 @@
 The second command takes the optimizer that the first one recommends, and trains until the mean test loss of all ranks
 is at the target. A gradient takes as long as it is told, since ranks that share a machine's cores are not machines.
 On two x86 cores the answer was 4 machines, dat-d2 on a ring in every 4th round, late and as int8, in 18.9 s (16.1 s to
-19.3 s), and 24.1 s with one machine. 4 ranks took 20.2 s to 21.8 s, since they shared two cores.
+19.3 s), and 24.1 s with one machine. 4 ranks took 19.3 s to 20.9 s, since they shared two cores.
 """
 
 import argparse

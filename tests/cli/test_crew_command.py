@@ -95,6 +95,14 @@ def test_join_runs_the_command_in_its_place(town):
     assert joined.done().returncode == 7
 
 
+def test_join_refuses_a_wrong_token_before_it_becomes_the_command(town, run_cli):
+    town.serve()
+    (town.folder / "other").write_text("x" * 64)
+    code, out, err = run_cli("crew", "join", town.where, "--token-file", town.folder / "other", "--", "true")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert f"the registry at {town.where} is not ours: its token is another one; give a copy of its token file" in err
+
+
 def test_status_shows_the_members(town, run_cli):
     members = town.crew(2)
     for member in members:
@@ -157,6 +165,6 @@ def test_a_crew_may_know_no_links(town, run_cli):
 def test_watch_shows_it_again(town):
     town.serve()
     watch = town.prepared.klatsch("crew", "status", town.where, "--token-file", town.token_file, "--watch")
-    wait_until(lambda: watch.stdout.count("nobody is in the crew") >= 2, watch)
+    wait_until(lambda: watch.stdout.count("nobody trains yet") >= 2, watch)
     os.kill(watch.pid, signal.SIGINT)
     assert (watch.done().returncode, watch.stderr) == (130, "")

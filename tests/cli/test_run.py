@@ -349,3 +349,10 @@ def test_a_comparison_treats_all_rules_alike():
         assert row.curves.shape == (2, len(row.steps), 2)
         assert row.value == pytest.approx(row.final.mean(axis=0).min())
         assert row.at_edge
+
+
+def test_bytes_are_shown_where_channels_differ(run_cli):
+    words = ("run", "--rules", "dsgd", "-n", 4, "--steps", 5, "--seeds", 1, "--lr", 0.001)
+    for graphs, shown in ((("-t", "ring", "--set", "wire=float32,int4"), True), (("-t", "ring,torus"), False)):
+        code, out, _ = run_cli(*words, *graphs)
+        assert (code, "  sent" in out) == (0, shown)

@@ -373,9 +373,11 @@ def test_a_member_is_dropped(town, run_cli):
     code, _, err = run_cli("crew", "drop", "nobody", *options)
     assert code == 2
     assert "there is no member 'nobody'; there are" in err
-    code, out, _ = run_cli("crew", "drop", members[1].id, *options)
+    code, _, err = run_cli("crew", "drop", "", *options)
+    assert (code, "there is no member ''; there are" in err) == (2, True)
+    code, out, _ = run_cli("crew", "drop", members[1].id[:7], *options)  # which is enough
     assert code == 0
-    assert out == f"{members[1].id} was dropped\n"
+    assert out == f"{members[1].id[:7]} was dropped\n"
     assert "dropped by klatsch crew drop" in members[1].wait("dropped")
     assert members[1].process.done().returncode == 0
     assert members[0].sees(2)[1] == sorted([members[0].id, members[2].id], key=members[0].of("epoch")[0][1].index)

@@ -191,11 +191,11 @@ def test_the_table_of_the_readme_tells_what_the_committed_table_says():
             "base_graph (wire int4)",
             "dsgd (shared True",
         ),
-        '`GossipSGD` in int4, Base-8, `shared="first"`: 6 % more bytes than the second line': (
+        '`GossipSGD` in int4, Base-8, `shared="first"`: 6 % more bytes than plain gossip': (
             "base_graph (k 7, wire int4)",
             "dsgd (shared first",
         ),
-        "fewest bytes: `qg` in int4, 1/15 of the third line; `GossipAdamW`, int8, one peer, `shared=False`, 1/16": (
+        "fewest bytes: `qg` in int4, 1/15 of `GossipSGD`'s; `GossipAdamW`, int8, one peer, `shared=False`, 1/16": (
             "base_graph (k 1, wire int4)",
             "qg (cosine",
         ),

@@ -690,6 +690,8 @@ def test_a_figure_with_some_of_the_clocks():
         ({"sentences": [{"claim": "so", "theirs": {}, "is": "better"}]}, r"sentences\[0\].is = 'better'"),
         ({"sentences": [{"claim": "so", "theirs": {}, "tolerance": "much"}]}, "tolerance = 'much'; give a number"),
         ({"sentences": [{"claim": "so", "theirs": {"rul": "dat"}}]}, "no option of its runs 'rul'; did you mean rule"),
+        ({"sentences": [{"claim": "so", "theirs": {"rule": "dsg"}}]}, "study has rule = 'dsg'; there are"),
+        ({"sentences": [{"claim": "so", "theirs": {"topology": ["ring", "rnig"]}}]}, "topology = 'rnig'; did you mean"),
         ({"sentences": [{"claim": "{name}", "theirs": {}}]}, "no option of its runs 'name'"),
         ({"sentences": [{"claim": "so", "theirs": {}, "each": "clock"}]}, "no option of its runs 'clock'"),
         ({"sentences": [{"claim": "{}", "theirs": {}}]}, "the claim has a {}; write {most}"),

@@ -350,6 +350,11 @@ def bare():
     pass
 
 
+class Mixes(Extra):
+    def update(self, s, grad, flow, t, lr):
+        return {"w": flow.mix(s["w"] - lr * grad)}
+
+
 def broken(lr):
     return 1 / 0
 
@@ -367,6 +372,15 @@ def test_what_is_wrong_with_a_rule_is_one_line(name, message, folder, run_cli):
     assert (code, out) == (2, "")
     assert err.count("\n") == 1
     assert re.search(message, err)
+
+
+def test_a_rule_that_cannot_be_run_is_refused_before_anything_is_run(folder, run_cli):
+    (folder / "mine.py").write_text(EXTRA + MORE)
+    words = ("-n", 4, "--steps", 5, "--seeds", 1, "--store", "all.sqlite")
+    code, out, err = run_cli("run", "--rules", "dsgd,mine.py:Mixes", *words)
+    assert (code, out) == (2, "")
+    assert "Mixes.update returns a dictionary of w where the state is" in err
+    assert run_cli("results", "all.sqlite")[0] == 2  # there is no run
 
 
 @pytest.mark.parametrize(

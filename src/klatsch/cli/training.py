@@ -104,11 +104,11 @@ def join(
     token_file: Token = None,
 ) -> None:
     """Run a training script as a member of a crew, at any time."""
-    from klatsch.ranks.registry import address_of
+    from klatsch.ranks.registry import address_of, connect
 
-    for one in words(address):
-        address_of(one)
-    token_of(token_file)
+    addresses = [address_of(one) for one in words(address)]
+    with suppress(OSError):  # no registry is there yet: the script waits for it
+        connect(addresses, token_of(token_file), 1.0).socket.close()
     environment = os.environ | {"KLATSCH_CREW": address}
     if token_file is not None:
         environment["KLATSCH_CREW_TOKEN_FILE"] = str(token_file.resolve())
@@ -150,7 +150,7 @@ def status(
 
 @command("crew drop 3fa9c1d2 10.0.0.1:4711 --token-file token", to=crew)
 def drop(
-    member: Annotated[str, typer.Argument(help="Its id, as klatsch crew status shows it.")],
+    member: Annotated[str, typer.Argument(help="Its id, or how it begins, as klatsch crew status shows it.")],
     address: Where,
     token_file: Token = None,
 ) -> None:
@@ -167,7 +167,7 @@ def _show(content: dict[str, Any]) -> None:
     if lines := shown(content["members"]):
         terminal.print_table(f"epoch {content['epoch']} from round {content['start']:,}", lines, EXPENDABLE)
     else:
-        print("nobody is in the crew")
+        print("nobody trains yet")
     if content["waits_for"]:
         terminal.note(f"no change yet: {content['waits_for']}", "yellow")
 

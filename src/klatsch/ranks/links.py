@@ -386,6 +386,8 @@ class GlooLinks:
             left = f"{len(near)} of {size} ranks are left within reach ({shown(near)})"
             others = f"{' and '.join(map(shown, apart))} are gone or keep training on their own"
             remedy = "set quorum=... to stop when too few are left"
+            if self.edges.optional:
+                remedy = "the next epoch of the crew mends that"
             warn(f"rank {self.rank}, round {t}: the network is no longer connected: {left}, and {others}; {remedy}")
 
     # --- the end ------------------------------------------------------------------------------------------------

@@ -161,7 +161,7 @@ def connect(addresses: Sequence[tuple[str, int]], token: bytes, seconds: float =
         try:
             return Line(address, token, seconds)
         except TokenError as error:
-            raise ValueError(f"the registry at {where} is not ours: {error}; give its token file") from None
+            raise ValueError(f"the registry at {where} is not ours: {error}; give a copy of its token file") from None
         except (OSError, KeyError, TypeError, ValueError) as error:
             errors.append(f"{where}: {(isinstance(error, OSError) and error.strerror) or error}")
     raise ConnectionError(f"no registry answers ({'; '.join(errors)}); check the address, or run klatsch crew serve")
@@ -308,14 +308,16 @@ class Coordinator:
         self.step(now)
 
     def drop(self, which: str, now: float) -> None:
-        """Go on without a member, at once."""
-        member = self.members.get(which)
-        if member is None:
-            raise ValueError(f"there is no member {which!r}; there are {', '.join(self.members) or 'none'}")
+        """Go on without a member, at once; the first letters of its id are enough."""
+        meant = [member for name, member in self.members.items() if which and name.startswith(which)]
+        if len(meant) != 1:
+            known = ", ".join(member.id for member in meant) or ", ".join(self.members) or "none"
+            raise ValueError(f"there is no {'one ' * bool(meant)}member {which!r}; there are {known}")
+        (member,) = meant
         if member.line:
             self._dismiss(member.line, "it was dropped by klatsch crew drop", again=False)
         self._forget(member)
-        self.tell(f"{which} on {member.host} was dropped")
+        self.tell(f"{member.id} on {member.host} was dropped")
         self.step(now)
 
     def _forget(self, member: Member) -> None:

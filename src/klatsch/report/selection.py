@@ -11,7 +11,7 @@ from typing import Annotated, Self, TypeVar
 import numpy as np
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
-from klatsch import own
+from klatsch import catalogue, own
 from klatsch.arguments import shown, there_are
 from klatsch.clock import Clock, Deaths, Links, Sites, Uneven
 from klatsch.study.cases import Case, defaults, elapsed
@@ -93,6 +93,9 @@ def _is(value: object, wanted: object) -> bool:
     return bool(value == wanted and isinstance(value, bool) == isinstance(wanted, bool))
 
 
+NAMED = {"rule": catalogue.RULES, "topology": catalogue.TOPOLOGIES}
+
+
 def check_names(place: str, names: Iterable[str], known: Collection[str], what: str = "option of its runs") -> None:
     """Refuse options that no run of a study has, or clocks that it does not have."""
     for name in names:
@@ -101,9 +104,14 @@ def check_names(place: str, names: Iterable[str], known: Collection[str], what: 
 
 
 def check_tables(place: str, tables: Iterable[Selection], known: Mapping[str, Options]) -> None:
-    """Refuse selections by options that no run has, or with bounds that do not fit what runs have."""
+    """Refuse selections by options or names that no run has, or with bounds that do not fit what runs have."""
     for name, wanted in ((name, wanted) for table in tables for name, wanted in table.items()):
         check_names(place, [name], known)
+        for one in [wanted] if isinstance(wanted, str) else wanted if isinstance(wanted, list) else ():
+            own = known[name].values()
+            # One that klatsch knows may belong to another scale of the study; products and files are not looked up.
+            if name in NAMED and one not in own and one not in NAMED[name] and not {*"+:"} & {*str(one)}:
+                raise ValueError(f"{place}: no run of the study has {name} = {one!r}; {there_are(str(one), own)}")
         for text, value in known[name].items():
             try:
                 _is(value, wanted)

@@ -16,16 +16,20 @@ from functools import cache, partial
 from operator import itemgetter
 from pathlib import Path
 
+import torch
+
 from klatsch import problems
+from klatsch.own import explained, is_own
 from klatsch.simulation.simulator import check_place
 from klatsch.study import workers
 from klatsch.study.batches import DTYPES, Batch, Outcome, pack, quick
-from klatsch.study.cases import Case, LeftOut, Remembered, expand
+from klatsch.study.cases import Case, LeftOut, Remembered, dim_of, expand
 from klatsch.study.choices import Row, screened
 from klatsch.study.spec import Study
 from klatsch.study.store import Store
 from klatsch.study.workers import MOST_LOSSES, Open, Workers, keep_dying
 from klatsch.watch.events import Given, Log, sinks_of
+from klatsch.wire.rehearsal import Rehearsal
 
 BEAT = 5.0  # seconds between two signs of life
 STALE = 7 * 86400.0  # seconds before an unfinished checkpoint counts as abandoned
@@ -259,9 +263,15 @@ def is_unfinished(study: Study, cases: Sequence[Case], store: Store) -> bool:
 
 
 def check_ready(study: Study, cases: Sequence[Case], store: Store) -> None:
-    """Check that this machine has the device and data for missing runs, before anything is written."""
+    """Check that this machine has the device and data for missing runs, and that rules of one's own can be run.
+
+    This is before anything is written.
+    """
     if is_unfinished(study, cases, store):
         check_place(DTYPES[study.dtype], study.device)
+        for case in {case.rule: case for case in cases if is_own(case.rule)}.values():
+            with explained(case.rule):
+                Rehearsal(case.make_rule(), torch.zeros(1, 1, dim_of(case)))
         if fetch := problems.declared(study.problem.name).ready:  # once, before many processes need the data
             fetch()
 

@@ -339,6 +339,8 @@ class Store(AbstractContextManager["Store"]):
         with path.open("rb") as file:
             head = file.read(100)
         if len(head) < 100 or not head.startswith(b"SQLite format 3\0"):
+            if path.suffix == ".toml":
+                raise ValueError(f"{path} is a study file; give its store, such as {path.with_suffix('.sqlite')}")
             raise sqlite3.DatabaseError("file is not a database")
         self._is_made(*(int.from_bytes(head[k : k + 4], "big") for k in (68, 60)))
         return True

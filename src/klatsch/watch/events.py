@@ -183,7 +183,7 @@ class Folder:
         self.path, self.damaged = Path(path), 0
         self._done: dict[int, int] = {}  # by inode, which a file keeps when it is rotated: the bytes that were read
         if not self.path.is_dir():
-            raise ValueError(f"{path} is not a folder; give that of a log, as in Gossip(..., log=FOLDER)")
+            raise ValueError(f"there is no folder {path}; give that of a log, as in KLATSCH_LOG=FOLDER")
         inside = sorted({str(file.parent) for file in self.path.glob("*/*.jsonl")})
         if inside and not any(self.path.glob("*.jsonl")):
             raise ValueError(f"{path} is no log, but holds some; give one of {', '.join(inside)}")
