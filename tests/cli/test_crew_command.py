@@ -95,12 +95,12 @@ def test_join_runs_the_command_in_its_place(town):
     assert joined.done().returncode == 7
 
 
-def test_join_refuses_a_wrong_token_before_it_becomes_the_command(town, run_cli):
+def test_join_refuses_a_wrong_token_before_it_becomes_the_command(town):
     town.serve()
     (town.folder / "other").write_text("x" * 64)
-    code, out, err = run_cli("crew", "join", town.where, "--token-file", town.folder / "other", "--", "true")
-    assert (code, out, err.count("\n")) == (2, "", 1)
-    assert f"the registry at {town.where} is not ours: its token is another one; give a copy of its token file" in err
+    join = town.prepared.klatsch("crew", "join", town.where, "--token-file", town.folder / "other", "--", "true")
+    assert (join.done().returncode, join.stdout, join.stderr.count("\n")) == (2, "", 1)
+    assert f"the registry at {town.where} is not ours: its token is another one; give a copy" in join.stderr
 
 
 def test_status_shows_the_members(town, run_cli):

@@ -369,7 +369,7 @@ def test_what_had_no_time_is_said(looked_at):
 
 @pytest.mark.slow
 def test_time_that_is_left_is_for_what_was_put_off(looked_at):
-    _, found = looked_at(240.0)
+    _, found = looked_at(199.0)
     assert found.untried == ()
     assert found.stopped
 
