@@ -174,7 +174,12 @@ def _show(content: dict[str, Any]) -> None:
 
 def _show_links(members: list[dict[str, Any]]) -> None:
     lines = [
-        {"from": row["member"], "to": other, "there and back": duration(trip), "per second": size(rate) if rate else ""}
+        {
+            "from": row["member"],
+            "to": other,
+            "there and back": duration(trip),
+            "a second": f"{size(rate)} or more" if rate else "",
+        }
         for row in members
         for other, (trip, rate) in row.get("links", {}).items()
     ]
