@@ -5,6 +5,7 @@ import queue
 import socket
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from klatsch.ranks import waiting
+from klatsch.ranks.agreement import Everyone
 from klatsch.ranks.edges import (
     DESCRIPTORS,
     PASSWORD,
@@ -192,3 +194,35 @@ def test_a_look_at_sockets_leaves_them_as_they_are():
         finally:
             socket.setdefaulttimeout(before)
         assert (one.fileno() in found.values(), os.get_blocking(one.fileno())) == (DESCRIPTORS.is_dir(), True)
+
+
+class Watched(dist.HashStore):
+    """A store of which a test knows that somebody waits until all have read, and for which one reader has to wait."""
+
+    def __init__(self, store, may_read):
+        super().__init__()
+        self.store, self.may_read, self.lingers = store, may_read, threading.Event()
+        self.set = store.set
+
+    def multi_get(self, keys):
+        assert self.may_read.wait(HANG)
+        return self.store.multi_get(keys)
+
+    def wait(self, keys, timeout):
+        if keys[0].endswith("/read"):
+            self.lingers.set()
+        self.store.wait(keys, timeout)
+
+
+def test_the_first_rank_does_not_end_while_others_read():
+    """The store may lie in its process."""
+    store, at_once, later = dist.HashStore(), threading.Event(), threading.Event()
+    at_once.set()
+    stores = [Watched(store, at_once), Watched(store, later)]
+    with ThreadPoolExecutor(2) as threads:
+        told = [threads.submit(Everyone(stores[k], k, 2, HANG).told, "ab"[k]) for k in range(2)]
+        assert stores[0].lingers.wait(HANG / 10)
+        assert not told[0].done()
+        later.set()
+        assert [each.result(HANG) for each in told] == [["a", "b"]] * 2
+    assert not stores[1].lingers.is_set()

@@ -23,7 +23,7 @@ from klatsch.ranks.waiting import values
 
 Group: TypeAlias = "dist.ProcessGroup | None"  # None for all ranks
 SHOWN = 140  # characters of a fact in an error
-PATIENCE = timedelta(seconds=20)  # for ranks that are about to be refused as well
+PATIENCE = timedelta(seconds=20)  # for ranks that are about to be refused as well, or still read
 MADE: Counter[str] = Counter()  # of everyone, by their ranks
 TORCHRUN = "start the script with torchrun --nproc-per-node 4 SCRIPT"
 
@@ -36,7 +36,7 @@ class Everyone:
 
     def __init__(self, store: Store, rank: int, size: int, timeout: float, names: Sequence[str] = ()) -> None:
         self.store, self.rank, self.size, self.timeout = store, rank, size, timeout
-        self._names = names or range(size)
+        self._names, self._by_name = names or range(size), bool(names)
         self._told = 0
 
     def told(self, value: object) -> list[Any]:
@@ -59,6 +59,11 @@ class Everyone:
             rows = values(self.store, keys)
         except RuntimeError as error:
             raise absent(self.rank, self.size, self.timeout, error) from None
+        if not self._by_name:  # a store of their own may lie in the first one, which may be about to end
+            with suppress(RuntimeError):
+                self.store.set(f"{keys[self.rank]}/read", b"")  # type: ignore[arg-type]
+                if self.rank == 0:
+                    self.store.wait([f"{key}/read" for key in keys], PATIENCE)
         return [rows[key] for key in keys]
 
 
