@@ -221,8 +221,9 @@ def test_the_first_rank_does_not_end_while_others_read():
     stores = [Watched(store, at_once), Watched(store, later)]
     with ThreadPoolExecutor(2) as threads:
         told = [threads.submit(Everyone(stores[k], k, 2, HANG).told, "ab"[k]) for k in range(2)]
-        assert stores[0].lingers.wait(HANG / 10)
-        assert not told[0].done()
+        lingered = stores[0].lingers.wait(20)
+        early = told[0].done()
         later.set()
+        assert (lingered, early) == (True, False)
         assert [each.result(HANG) for each in told] == [["a", "b"]] * 2
     assert not stores[1].lingers.is_set()
