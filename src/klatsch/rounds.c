@@ -127,7 +127,8 @@ INLINE vec NAME(doubt)(vec z) {
     const bits above = z > most, below = z < -most;
     z = (vec)(((bits)z & ~above & ~below) | ((bits)most & above) | ((bits)-most & below));
     const vec shifted = z * (T)0x1.71547652b82fep0 + whole, k = shifted - whole; /* rounds z / log 2 */
-    const vec r = z - k * (T)(single ? 0x1.62e4p-1 : 0x1.62e42fefa38p-1) - k * (T)(single ? 0x1.7f7d1cp-20 : 0x1.ef35793c7673p-45);
+    const T log2 = single ? 0x1.62e4p-1 : 0x1.62e42fefa38p-1, rest = single ? 0x1.7f7d1cp-20 : 0x1.ef35793c7673p-45;
+    const vec r = z - k * log2 - k * rest;
     vec sum = (vec){0} + 1;
     for (int n = single ? 8 : 14; n > 0; n--) sum = sum * r * ((T)1 / n) + 1;
     const bits power = ((bits)shifted - (bits)whole + (single ? 127 : 1023)) << places;

@@ -310,6 +310,7 @@ class Coordinator:
     def drop(self, which: str, now: float) -> None:
         """Go on without a member, at once; the first letters of its id are enough."""
         meant = [member for name, member in self.members.items() if which and name.startswith(which)]
+        meant = [self.members[which]] if which in self.members else meant
         if len(meant) != 1:
             known = ", ".join(member.id for member in meant) or ", ".join(self.members) or "none"
             raise ValueError(f"there is no {'one ' * bool(meant)}member {which!r}; there are {known}")
